@@ -2,11 +2,11 @@
 
     python benchmarks/adapter_churn.py [--seconds 60] [--threads 4] [--adapters 6]
 
-The storyteller, with adapters of ranks 4 to 64 for all linear layers. Threads ask without a pause, for the
-base or an adapter; one more thread loads, replaces and unloads the adapters all the time. A request for an
+The storyteller, with adapters of ranks 4 to 64 for all linear layers. Threads send requests without a pause,
+for the base model or an adapter; one more keeps loading, replacing and unloading adapters. A request for an
 adapter that is not loaded must be refused by name. Ids and log-probs of all others are compared with those of
 the same request alone, computed before. Memory: resident bytes of the engine's process, medians of each fifth
-of the time, of five samples a second. The KV memory is small, so that it is soon full of cached prefixes.
+of the time, with five samples per second. The KV cache is small, so that it is soon full of prefixes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def churn(
     alone: dict[Any, Answer],
     given: argparse.Namespace,
 ) -> str:
-    """Run the load, and return what was seen.
+    """Run the load, and return a summary.
 
     Raises:
         AssertionError: an answer differs from that of the request alone, or nothing was loaded.
@@ -92,34 +92,34 @@ def churn(
             counts[name] += 1
 
     def guarded(work: Callable[[random.Random], None], seed: int) -> None:
-        dice = random.Random(seed)
+        rng = random.Random(seed)
         try:
             while time.monotonic() < end and not errors:
-                work(dice)
+                work(rng)
         except BaseException as error:
             errors.append(error)
 
-    def answer(dice: random.Random) -> None:
-        case = dice.choice(list(alone))
+    def answer(rng: random.Random) -> None:
+        case = rng.choice(list(alone))
         try:
-            found = ask(*case)
+            result = ask(*case)
         except NotLoaded as error:
             if case[2] is None or case[2] not in str(error):
                 raise
             count("refused")
         else:
-            assert found == alone[case], case
+            assert result == alone[case], case
             count("answers")
 
     loaded: set[str] = set()
 
-    def change(dice: random.Random) -> None:
-        name = adapter_name(dice.randrange(given.adapters))
+    def change(rng: random.Random) -> None:
+        name = adapter_name(rng.randrange(given.adapters))
         if name not in loaded:
             load(name, name, False)
             loaded.add(name)
             count("loads")
-        elif dice.random() < 0.5:
+        elif rng.random() < 0.5:
             load(name, name, True)
             count("replaced")
         else:
@@ -163,9 +163,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--adapters", type=int, default=6)
-    given = parser.parse_args()
+    options = parser.parse_args()
     module = AutoModelForCausalLM.from_pretrained(storyteller.path(), dtype=torch.bfloat16)
-    names = [adapter_name(number) for number in range(given.adapters)]
+    names = [adapter_name(number) for number in range(options.adapters)]
     cases = [(p, seed, name) for p in PROMPTS for seed in (1, 2) for name in (None, *names)]
     with tempfile.TemporaryDirectory() as root:
         for number, name in enumerate(names):
@@ -177,7 +177,7 @@ def main() -> None:
             assert len({tuple(ids) for ids, _ in alone.values()}) > len(cases) / 2
             for name in names:
                 llm.unload_adapter(name)
-            seen = churn(
+            summary = churn(
                 lambda *case: in_process(llm, *case),
                 lambda name, folder, replace: llm.load_adapter(
                     name, Path(root) / folder, replace=replace
@@ -185,9 +185,9 @@ def main() -> None:
                 llm.unload_adapter,
                 resident_of("self"),
                 alone,
-                given,
+                options,
             )
-            print(f"in Python, {given.seconds:g} s: {seen}", flush=True)
+            print(f"in Python, {options.seconds:g} s: {summary}", flush=True)
         with (
             running("--adapter-root", root, "--kv-memory", KV_MEMORY, VERBATIM_API_KEY=KEY) as (
                 process,
@@ -201,7 +201,7 @@ def main() -> None:
             def post(path: str, **body: Any) -> None:
                 client.post(path, json=body).raise_for_status()
 
-            seen = churn(
+            summary = churn(
                 lambda *case: over_http(client, *case),
                 lambda name, folder, replace: post(
                     "/v1/load_lora_adapter",
@@ -212,9 +212,9 @@ def main() -> None:
                 lambda name: post("/v1/unload_lora_adapter", lora_name=name),
                 resident_of(process.pid),
                 alone,
-                given,
+                options,
             )
-            print(f"over HTTP, {given.seconds:g} s: {seen}")
+            print(f"over HTTP, {options.seconds:g} s: {summary}")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/architectures.py [--only llama gemma3] [--rows 1 8] [--rounds 3] [--markdown FILE]
 
 Each model has the layers of its toy in the tests, with the widths of a small real model, and random weights
-in bf16. The limit of a step is the time to move the bytes that it needs, at the bandwidth measured beside it:
-weights are read each time their layer runs, of experts those that random routing would use; the states of
+in bf16. The limit of a step is the time to move the bytes that it needs, at the bandwidth measured around it:
+weights are read each time their layer runs, and as many experts as random routing chooses; the states of
 recurrent layers are read and written for each row. Qwen3 is measured every few models; the last columns
 compare with it.
 """
@@ -33,7 +33,7 @@ from verbatim.bench.machine import LimitMeter
 from verbatim.weights.load import store_by_rows
 
 VOCAB = 8192
-# Factors from a toy's setting to the one here, by a part of its name; the first that is found counts.
+# Factors by which a toy's settings grow, by a pattern of the name; the first that matches counts.
 SCALES: list[tuple[str, int]] = [
     (r"index_topk", 32),
     (r"layers|_ids|groups|n_group|topk_group|experts|top_?k|vocab|indexer_kv", 0),
@@ -62,7 +62,7 @@ class Row:
 
 def scaled(case: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Return a toy's settings with the widths of a small real model."""
-    mamba1 = case in ("jamba", "zamba")  # which has states of 16 numbers for each channel
+    mamba1 = case in ("jamba", "zamba")  # states of 16 numbers for each channel
 
     def change(name: str, value: Any) -> Any:
         if isinstance(value, dict):
@@ -102,7 +102,7 @@ def build(case: str) -> Any:
 
 
 def calls_of(model: Any) -> Counter[torch.nn.Module]:
-    """Return how often each module runs in a forward: some layers run in turns."""
+    """Return how often each module runs in a forward: some layers run several times."""
     calls: Counter[torch.nn.Module] = Counter()
     handles = [
         module.register_forward_pre_hook(lambda module, _: calls.update([module]))
@@ -119,7 +119,7 @@ def step_bytes(model: Any, num_rows: int, calls: Counter[torch.nn.Module]) -> fl
     """Return the bytes of the weights that a step of `num_rows` rows uses."""
     config = model.config.get_text_config(decoder=True)
     names = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
-    chosen = next((n for name in names if (n := getattr(config, name, None))), 2)
+    top_k = next((n for name in names if (n := getattr(config, name, None))), 2)
     tables = {
         id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)
     }
@@ -136,9 +136,11 @@ def step_bytes(model: Any, num_rows: int, calls: Counter[torch.nn.Module]) -> fl
         times = float(max(1, calls[model.get_submodule(name.rpartition(".")[0])]))
         stacked = weight.ndim == 3 and weight.shape[1] > 1  # not a convolution
         if stacked or (re.search(r"experts?\.", name) and "shared" not in name):
-            counted = re.search(r"experts\.(\d+)\.", name)
-            count = 8 if counted or weight.ndim < 3 else weight.shape[0]
-            times *= 1 - (1 - min(1.0, chosen / count)) ** num_rows
+            numbered = re.search(r"experts\.(\d+)\.", name)
+            count = 8 if numbered or weight.ndim < 3 else weight.shape[0]
+            if not stacked:  # DBRX calls the module of all experts once for each
+                times = 1.0
+            times *= 1 - (1 - min(1.0, top_k / count)) ** num_rows
         total += times * weight.nbytes
     return total
 
@@ -157,7 +159,7 @@ def measure(case: str, meter: LimitMeter, rows: list[int], num_steps: int, num_r
     calls = calls_of(model)
     with LLM(model, kv_memory="1GB", max_sequences=max(rows)) as llm:
         runner: Any = llm.engine.runner
-        runner.record_steps()  # as for a folder: nobody edits the model
+        runner.record_steps()  # as for a model from a folder, which is not edited
         info = llm.info()
         report, state_bytes = info["fused"], info["state_bytes"]
         shares: dict[int, list[float]] = {count: [] for count in rows}
@@ -207,7 +209,7 @@ def main() -> None:
             )
         try:
             row = measure(case, meter, options.rows, options.steps, options.rounds)
-        except Exception as error:  # one architecture's failure leaves the others their rows
+        except Exception as error:  # go on with the other architectures
             print(f"{case}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             continue
         measured.append(row)

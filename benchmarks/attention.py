@@ -1,14 +1,14 @@
-"""Attention over blocks against a plain read of the KV, torch's SDPA and a square matrix product.
+"""Paged attention, compared with a plain read of the KV, torch's SDPA and a square matrix product.
 
     python benchmarks/attention.py [--kv bfloat16 int8 int4] [--rows 1 8 32] [--contexts 128 1024 8192]
         [--prompts 512 2048 8192] [--kv-heads 8] [--seconds 0.6] [--threads N] [--best]
 
 16 query heads, 8 KV heads, 128 wide, blocks of 16 tokens in random order, bf16 queries (float32 with
-`--kv float32`). Decoding is measured over as many layers as it takes to leave the caches, and so is
-the read of the same bytes; SDPA has contiguous KV, and the heads of a group passed off as rows, its
-fastest way. A prompt's GFLOP/s count the products below the diagonal; the matrix is 2048 x 2048 in
-bf16. All sides take turns in one process, so that a busy machine slows all of them; the medians are
-compared, or with `--best` the least times.
+`--kv float32`). Decoding, and the read of the same bytes, run over as many layers as exceed the caches.
+SDPA has contiguous KV, with the heads of a group as rows, which is its fastest form. A prompt's GFLOP/s
+count the products below the diagonal; the matrix is 2048 x 2048 in bf16. All sides take turns in one
+process, so that a busy machine slows all of them; the medians are compared, or with `--best` the
+minimum times.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from verbatim import kernels
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import paged_attention
-from verbatim.kv.quantized import PACKINGS, pack
+from verbatim.quantization.formats import KV_PACKINGS
+from verbatim.quantization.rows import pack_rows
 
 HEADS, SIZE, BLOCK = 16, 128, 16
 OPTIONS = AttentionOptions(scale=SIZE**-0.5)
-CACHES = 128 << 20  # bytes of KV that no cache holds
+CACHES = 128 << 20  # bytes of KV that exceed the caches
 
 
 def measure(sides: dict[str, Callable[[], object]], seconds: float, best: bool) -> dict[str, float]:
@@ -41,26 +42,26 @@ def measure(sides: dict[str, Callable[[], object]], seconds: float, best: bool) 
             start = time.perf_counter()
             side()
             times[name].append(time.perf_counter() - start)
-    middle = min if best else statistics.median
-    return {name: middle(runs[1:]) for name, runs in times.items()}
+    summary = min if best else statistics.median
+    return {name: summary(runs[1:]) for name, runs in times.items()}
 
 
 class Layers:
     """`count` layers of stores for `sequences` x `context` tokens, and one step's batch."""
 
     def __init__(self, kv: str, kv_heads: int, sequences: int, context: int, rows: int) -> None:
-        self.packing = PACKINGS.get(kv)
+        self.packing = KV_PACKINGS.get(kv)
         dtype = torch.float32 if kv == "float32" else torch.bfloat16
         blocks = sequences * context // BLOCK
-        some = torch.randn(64, kv_heads, BLOCK, SIZE).to(dtype)
-        some = some if self.packing is None else pack(some, self.packing)
-        layer = 2 * blocks * some[0].nbytes
+        sample = torch.randn(64, kv_heads, BLOCK, SIZE).to(dtype)
+        sample = sample if self.packing is None else pack_rows(sample, self.packing)
+        layer = 2 * blocks * sample[0].nbytes
         self.count = -(-CACHES // layer)
-        shape = (self.count, 2, blocks, *some.shape[1:])
-        self.stores = torch.empty(shape, dtype=some.dtype)
-        flat = self.stores.view(-1, *some.shape[1:])
-        for first in range(0, len(flat), len(some)):
-            flat[first : first + len(some)] = some[: len(flat) - first]
+        shape = (self.count, 2, blocks, *sample.shape[1:])
+        self.stores = torch.empty(shape, dtype=sample.dtype)
+        flat = self.stores.view(-1, *sample.shape[1:])
+        for first in range(0, len(flat), len(sample)):
+            flat[first : first + len(sample)] = sample[: len(flat) - first]
         self.nbytes = layer
         self.q = torch.randn(sequences * rows, HEADS, SIZE).to(dtype)
         rows_of = AttentionBatch(
@@ -79,7 +80,7 @@ class Layers:
 
 def decode(kv: str, kv_heads: int, sequences: int, context: int, seconds: float, best: bool) -> str:
     layers = Layers(kv, kv_heads, sequences, context, 1)
-    words = layers.stores.view(layers.count, -1).view(torch.float32)
+    flat_kv = layers.stores.view(layers.count, -1).view(torch.float32)
 
     def sdpa() -> None:
         shape = (2, sequences, kv_heads, context, SIZE)
@@ -89,16 +90,16 @@ def decode(kv: str, kv_heads: int, sequences: int, context: int, seconds: float,
 
     sides: dict[str, Callable[[], object]] = {
         "ours": lambda: [layers.attend(i) for i in range(layers.count)],
-        "read": lambda: [layer.sum() for layer in words],
+        "read": lambda: [layer.sum() for layer in flat_kv],
     }
     if layers.packing is None:
         sides["sdpa"] = sdpa
-    taken = {n: t / layers.count for n, t in measure(sides, seconds, best).items()}
-    ours, gigabytes = taken["ours"], layers.nbytes / 1e9
+    times = {n: t / layers.count for n, t in measure(sides, seconds, best).items()}
+    ours, gigabytes = times["ours"], layers.nbytes / 1e9
     cells = [f"{kv} KV, {sequences} x {context}", f"{ours * 1e3:.3f}"]
-    cells += [f"{taken['sdpa'] / ours:.1f}x" if "sdpa" in taken else ""]
-    cells += [f"{gigabytes / ours:.1f}", f"{gigabytes / taken['read']:.1f}"]
-    return f"| {' | '.join(cells)} | {taken['read'] / ours:.0%} |"
+    cells += [f"{times['sdpa'] / ours:.1f}x" if "sdpa" in times else ""]
+    cells += [f"{gigabytes / ours:.1f}", f"{gigabytes / times['read']:.1f}"]
+    return f"| {' | '.join(cells)} | {times['read'] / ours:.0%} |"
 
 
 def prefill(kv: str, kv_heads: int, tokens: int, seconds: float, best: bool) -> str:
@@ -110,11 +111,11 @@ def prefill(kv: str, kv_heads: int, tokens: int, seconds: float, best: bool) -> 
         "sdpa": lambda: F.scaled_dot_product_attention(q, k, k, is_causal=True),
         "square": lambda: F.linear(square, square),
     }
-    taken = measure(sides, seconds, best)
-    ours = 2 * tokens * (tokens + 1) * HEADS * SIZE / taken["ours"] / 1e9
-    rate = 2 * 2048**3 / taken["square"] / 1e9
-    cells = [f"{kv} KV, prompt of {tokens}", f"{taken['ours'] * 1e3:.2f}"]
-    cells += [f"{taken['sdpa'] / taken['ours']:.1f}x", f"{ours:.0f}", f"{rate:.0f}"]
+    times = measure(sides, seconds, best)
+    ours = 2 * tokens * (tokens + 1) * HEADS * SIZE / times["ours"] / 1e9
+    rate = 2 * 2048**3 / times["square"] / 1e9
+    cells = [f"{kv} KV, prompt of {tokens}", f"{times['ours'] * 1e3:.2f}"]
+    cells += [f"{times['sdpa'] / times['ours']:.1f}x", f"{ours:.0f}", f"{rate:.0f}"]
     return f"| {' | '.join(cells)} | {ours / rate:.0%} |"
 
 

@@ -3,11 +3,11 @@
     python benchmarks/checkpoints.py memory [FORMAT ...]
     python benchmarks/checkpoints.py speed [--threads 2] [--rounds 5] [FORMAT ...]
 
-`memory`: a process for each format opens a toy of it, then the checkpoint: how far the peak of its resident
-memory rises, over the bytes of the file. K and V have 8 MB.
+`memory`: for each format, a process opens a toy of it, then the checkpoint. The figure is the rise of its
+peak resident memory, divided by the size of the file. K and V have 8 MB.
 
-`speed`: all formats, and bf16 weights of the same shapes quantized by us, take turns in one process: one row
-decodes, and the bytes of the weights are counted once a token. The figures are medians of the rounds, and
+`speed`: all formats, and bf16 weights of the same shapes quantized by Verbatim, take turns in one process.
+One row decodes, and the bytes of the weights count once per token. The figures are medians of the rounds, and
 "of ours" is the median of their ratios.
 """
 
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support.gguf_files import gguf_name, gguf_writer, save_gguf
 from verbatim import LLM, SamplingParams
-from verbatim.model.weight_packing import TABLES, Encoding
+from verbatim.kernels.packing import TABLES, Encoding
 from verbatim.weights.formats.gguf import HALVES
 
 Tensors = dict[str, Tensor]
@@ -62,8 +62,8 @@ def scales(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def awq(n: int, k: int) -> Tensors:
     zeros = torch.full((k // GROUP, n // 8), 0x77777777, dtype=torch.int32)
-    own = scales(k // GROUP, n, dtype=torch.half)
-    return {"qweight": words(k, n // 8), "qzeros": zeros, "scales": own}
+    scale = scales(k // GROUP, n, dtype=torch.half)
+    return {"qweight": words(k, n // 8), "qzeros": zeros, "scales": scale}
 
 
 def gptq(n: int, k: int) -> Tensors:
@@ -71,8 +71,8 @@ def gptq(n: int, k: int) -> Tensors:
 
 
 def int4(n: int, k: int) -> Tensors:
-    own = scales(n, k // GROUP, dtype=torch.bfloat16)
-    packed = {"weight_packed": words(n, k // 8), "weight_scale": own}
+    scale = scales(n, k // GROUP, dtype=torch.bfloat16)
+    packed = {"weight_packed": words(n, k // 8), "weight_scale": scale}
     return packed | {"weight_shape": torch.tensor([n, k])}
 
 
@@ -84,12 +84,12 @@ def int8(n: int, k: int) -> Tensors:
 def fp8(n: int, k: int) -> Tensors:
     codes = torch.randint(0, 127, (n, k), dtype=torch.uint8)
     codes |= torch.randint(0, 2, (n, k), dtype=torch.uint8) << 7
-    own = scales(-(-n // 128), -(-k // 128), dtype=torch.float32) / 100
-    return {"weight": codes.view(torch.float8_e4m3fn), "weight_scale_inv": own}
+    scale = scales(-(-n // 128), -(-k // 128), dtype=torch.float32) / 100
+    return {"weight": codes.view(torch.float8_e4m3fn), "weight_scale_inv": scale}
 
 
 def nf4(n: int, k: int) -> Tensors:
-    """NF4 with scales that are quantized as well, as QLoRA has it."""
+    """Return NF4 with quantized scales, as in QLoRA."""
     state = dict(quant_type="nf4", blocksize=64, dtype="bfloat16", shape=[n, k])
     state |= dict(nested_blocksize=256, nested_dtype="float32", nested_offset=0.03)
     blocks = n * k // 64
@@ -111,33 +111,33 @@ def mxfp4(experts: int, n: int, k: int) -> Tensors:
 
 
 def nvfp4(n: int, k: int) -> Tensors:
-    """NVFP4 as ModelOpt writes it."""
-    own = (torch.rand(n, k // 16) * 200 + 100).to(torch.float8_e4m3fn)
+    """Return NVFP4 as ModelOpt writes it."""
+    scale = (torch.rand(n, k // 16) * 200 + 100).to(torch.float8_e4m3fn)
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
-    return {"weight": codes, "weight_scale": own, "weight_scale_2": torch.tensor(1e-5)}
+    return {"weight": codes, "weight_scale": scale, "weight_scale_2": torch.tensor(1e-5)}
 
 
 def torchao_int8(n: int, k: int) -> Tensors:
-    own = scales(n, 1, dtype=torch.bfloat16) / 10
+    scale = scales(n, 1, dtype=torch.bfloat16) / 10
     return {
         "_weight_qdata": torch.randint(-127, 128, (n, k), dtype=torch.int8),
-        "_weight_scale": own,
+        "_weight_scale": scale,
     }
 
 
 def torchao_int4(n: int, k: int) -> Tensors:
     codes = torch.randint(-128, 128, (n, k // 2), dtype=torch.int8)
-    own = scales(k // GROUP, n, dtype=torch.bfloat16)
-    return {"_weight_qdata": codes, "_weight_scale": own, "_weight_zero_point": own / 8}
+    scale = scales(k // GROUP, n, dtype=torch.bfloat16)
+    return {"_weight_qdata": codes, "_weight_scale": scale, "_weight_zero_point": scale / 8}
 
 
 def torchao_fp8(n: int, k: int) -> Tensors:
-    own = scales(n, 1, dtype=torch.float32) / 100
-    return {"_weight_qdata": fp8(n, k)["weight"], "_weight_scale": own}
+    scale = scales(n, 1, dtype=torch.float32) / 100
+    return {"_weight_qdata": fp8(n, k)["weight"], "_weight_scale": scale}
 
 
 def blocks(kind: str) -> Callable[..., Tensors]:
-    """Return the writer of a GGUF type: random bits, and small scales where its blocks have float16."""
+    """Return the writer of a GGUF type: random bits, with small numbers as the float16 scales."""
     halves = HALVES[Encoding[kind]] if kind.endswith("K") else slice(0, 2)
 
     def writer(n: int, k: int) -> Tensors:
@@ -145,8 +145,8 @@ def blocks(kind: str) -> Callable[..., Tensors]:
 
         size, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
         blocks = torch.randint(0, 256, (n, k // size, nbytes), dtype=torch.uint8)
-        own = scales(n, k // size, (halves.stop - halves.start) // 2, dtype=torch.half) / 10
-        blocks[..., halves] = own.view(torch.uint8)
+        scale = scales(n, k // size, (halves.stop - halves.start) // 2, dtype=torch.half) / 10
+        blocks[..., halves] = scale.view(torch.uint8)
         return {"weight": blocks.flatten(1)}
 
     return writer
@@ -202,21 +202,21 @@ def write(folder: Path, name: str, **sizes: Any) -> None:
         module = getattr(transformers, f"{family}ForCausalLM")(config)
     tensors: Tensors = {}
     metadata = {"format": "pt"}
-    in_gguf = name.startswith("gguf-")  # which has tables quantized, too
+    in_gguf = name.startswith("gguf-")  # embeddings are quantized, too
     for path, parameter in module.named_parameters():
-        owner, _, own = path.rpartition(".")
+        owner, _, leaf = path.rpartition(".")
         shape = tuple(parameter.shape)
         if "experts." in path and "bias" not in path and len(shape) == 3:
             if family == "GptOss":
-                made = mxfp4(shape[0], shape[2], shape[1])
-                tensors |= {f"{path}_{end}": tensor for end, tensor in made.items()}
+                encoded = mxfp4(shape[0], shape[2], shape[1])
+                tensors |= {f"{path}_{end}": tensor for end, tensor in encoded.items()}
                 continue
             parts = {"gate_proj": shape[1] // 2, "up_proj": shape[1] // 2}
-            parts = parts if own == "gate_up_proj" else {own: shape[1]}
+            parts = parts if leaf == "gate_up_proj" else {leaf: shape[1]}
             for expert in range(shape[0]):
                 for part, width in parts.items():
-                    made = writer(width, shape[2])
-                    tensors |= {f"{owner}.{expert}.{part}.{e}": t for e, t in made.items()}
+                    encoded = writer(width, shape[2])
+                    tensors |= {f"{owner}.{expert}.{part}.{e}": t for e, t in encoded.items()}
         elif (path.endswith("proj.weight") and writer is not mxfp4) or (
             in_gguf and len(shape) == 2
         ):
@@ -243,17 +243,17 @@ def write_gguf(path: Path, config: Any, kind: str, tensors: Tensors) -> None:
 
     writer = gguf_writer(path, config, "llama")
     for name, tensor in tensors.items():
-        how = GGMLQuantizationType[kind]
+        raw_type = GGMLQuantizationType[kind]
         if tensor.ndim == 1:
-            tensor, how = tensor.float(), GGMLQuantizationType.F32
+            tensor, raw_type = tensor.float(), GGMLQuantizationType.F32
         elif tensor.dtype is torch.bfloat16:
-            tensor, how = tensor.view(torch.uint8), GGMLQuantizationType.BF16
-        writer.add_tensor(gguf_name(name), tensor.numpy(), raw_dtype=how)
+            tensor, raw_type = tensor.view(torch.uint8), GGMLQuantizationType.BF16
+        writer.add_tensor(gguf_name(name), tensor.numpy(), raw_dtype=raw_type)
     save_gguf(writer)
 
 
 def write_plain(folder: Path, name: str, **sizes: Any) -> None:
-    """Write a bf16 checkpoint of the shape of a format's."""
+    """Write a bf16 checkpoint of the same shape as a format's."""
     import transformers
 
     family, base = FORMATS[name][:2]
@@ -265,18 +265,18 @@ def write_plain(folder: Path, name: str, **sizes: Any) -> None:
 
 
 def _memory(field: str) -> int:
-    """Return VmRSS or VmHWM, its peak, of this process in bytes."""
+    """Return VmRSS, or its peak VmHWM, of this process in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
 def opened(toy: Path, folder: Path) -> None:
-    """Print how far opening a checkpoint raises the peak of a process that has opened a toy of its format."""
+    """Print the rise of peak memory when a process that has opened a toy opens a checkpoint."""
     settings: dict[str, Any] = dict(kv_memory="8MB", max_length=256)
     with LLM(toy, **settings) as llm:
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
     before = _memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     with LLM(folder, **settings) as llm:
         at_opening = _memory("VmHWM") - before
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
@@ -288,8 +288,8 @@ def memory(names: list[str]) -> None:
     print("| format | file | weights in memory | peak at opening | peak / file |")
     print("| --- | --- | --- | --- | --- |")
     for name in names:
-        with tempfile.TemporaryDirectory() as room:
-            toy, folder = Path(room, "toy"), Path(room, "model")
+        with tempfile.TemporaryDirectory() as root:
+            toy, folder = Path(root, "toy"), Path(root, "model")
             write(toy, name, num_hidden_layers=1, hidden_size=256, intermediate_size=256)
             write(folder, name)
             size = max(file.stat().st_size for file in folder.iterdir())
@@ -306,13 +306,13 @@ def speed(names: list[str], threads: int, rounds: int, layers: int) -> None:
     models: dict[str, LLM] = {}
     ours = {name: f"int{4 if FORMATS[name][4] == 4 else 8} {FORMATS[name][0]}" for name in names}
     for name in names:
-        with tempfile.TemporaryDirectory() as room:
+        with tempfile.TemporaryDirectory() as root:
             if ours[name] not in models:
-                write_plain(Path(room, "plain"), name, num_hidden_layers=layers)
+                write_plain(Path(root, "plain"), name, num_hidden_layers=layers)
                 kind = ours[name].split()[0]
-                models[ours[name]] = LLM(Path(room, "plain"), quantization=kind, **settings)
-            write(Path(room, name), name, num_hidden_layers=layers)
-            models[name] = LLM(Path(room, name), **settings)
+                models[ours[name]] = LLM(Path(root, "plain"), quantization=kind, **settings)
+            write(Path(root, name), name, num_hidden_layers=layers)
+            models[name] = LLM(Path(root, name), **settings)
     times: dict[str, list[float]] = {name: [] for name in models}
     for turn in range(rounds + 1):
         for name, llm in models.items():
@@ -329,11 +329,11 @@ def speed(names: list[str], threads: int, rounds: int, layers: int) -> None:
     print("| --- | --- | --- | --- | --- |")
     rates: dict[str, list[float]] = {}
     for name, llm in models.items():
-        # Of the embedding one row is read.
+        # A step reads only a row of the embedding.
         runner: Any = llm.engine.runner
         table = runner.decoder.module.get_input_embeddings()
-        held = table.packed if hasattr(table, "packed") else table.weight
-        nbytes = llm.info()["weight_bytes"] - held.nbytes
+        stored = table.packed if hasattr(table, "packed") else table.weight
+        nbytes = llm.info()["weight_bytes"] - stored.nbytes
         rates[name] = [nbytes / seconds for seconds in times[name]]
         of_ours = ""
         if name in ours:

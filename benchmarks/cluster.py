@@ -1,10 +1,9 @@
-"""A model on several processes of this machine: what a hop costs, what concurrent sessions gain, how long a
-loss takes.
+"""A model in several processes: the cost of a hop, the gain of concurrent sessions, the time of a recovery.
 
     python benchmarks/cluster.py [--rounds 5] [--layers 12] [--kills 20 [--prompt 64]] [--picture FILE]
 
 The model has hidden states of (1, 2048) in bfloat16 and random weights. It runs in one to three stages, and
-on two tensor-parallel ranks. Whatever is timed has said the resident model's words first, bit for bit.
+on two tensor-parallel ranks. Before it is timed, its output must equal the resident model's, bit for bit.
 """
 
 from __future__ import annotations
@@ -38,7 +37,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--picture", type=Path)
     parser.add_argument(
-        "--kills", type=int, help="only kill stages so often, at random moments, idle and busy"
+        "--kills",
+        type=int,
+        help="only kill stages, this many times, at random moments, idle and busy",
     )
     parser.add_argument("--prompt", type=int, default=PROMPT, help="its tokens, with --kills")
     args = parser.parse_args()
@@ -48,8 +49,8 @@ def main() -> None:
             kill_at_random(Path(folder), args.kills, args.prompt)
             return
         with LLM(folder, max_length=256, prefix_cache=False) as whole:
-            said = {count: talk(whole, count)[0] for count in (1, SESSIONS)}
-            measure(Path(folder), whole, said, args)
+            expected = {count: talk(whole, count)[0] for count in (1, SESSIONS)}
+            measure(Path(folder), whole, expected, args)
 
 
 def make_model(folder: Path, layers: int) -> None:
@@ -73,17 +74,19 @@ def prompts(count: int, length: int = PROMPT) -> list[list[int]]:
 
 
 def talk(llm: LLM, count: int) -> tuple[list[Any], float, float]:
-    """What `count` sessions say at once, seconds until all have begun, and seconds of a step from then on."""
+    """Return the outputs of `count` concurrent sessions, and the seconds of prefill and of a decode step."""
     params = [SamplingParams(max_tokens=TOKENS, seed=i, ignore_eos=True) for i in range(count)]
     begin = time.perf_counter()
     results = llm.generate(prompts(count), params)
     spent = time.perf_counter() - begin
     prefill = max(result.metrics.first_token_s for result in results)
-    said = [(r.outputs[0].token_ids, r.outputs[0].logprobs) for r in results]
-    return said, prefill, (spent - prefill) / (TOKENS - 1)
+    outputs = [(r.outputs[0].token_ids, r.outputs[0].logprobs) for r in results]
+    return outputs, prefill, (spent - prefill) / (TOKENS - 1)
 
 
-def measure(folder: Path, whole: LLM, said: dict[int, Any], args: argparse.Namespace) -> None:
+def measure(
+    folder: Path, whole: LLM, expected_by_count: dict[int, Any], args: argparse.Namespace
+) -> None:
     print(
         f"{'':17} | {'one session:':>12} {'ms a step':>10} {'of whole':>9} {'hop, ms':>8} "
         f"| {SESSIONS} sessions: {'prefill, s':>10} {'ms a step':>10} {'of whole':>9} | MB of weights"
@@ -92,20 +95,20 @@ def measure(folder: Path, whole: LLM, said: dict[int, Any], args: argparse.Names
         placement = Cluster(stages=stages, spares=1) if stages else TensorParallel(2)
         hops = ""
         with LLM(folder, max_length=256, prefix_cache=False, placement=placement) as llm:
-            found = {}
-            for count, expected in said.items():
-                assert talk(llm, count)[0] == expected, "other words"
+            medians = {}
+            for count, expected in expected_by_count.items():
+                assert talk(llm, count)[0] == expected, "outputs differ"
                 pairs = []
                 for number in range(args.rounds):
                     pair = [llm, whole][:: 1 - 2 * (number % 2)]
                     times = {one: talk(one, count)[1:] for one in pair}
                     pairs.append((*times[llm], times[whole][1] / times[llm][1]))
-                found[count] = [statistics.median(each) for each in zip(*pairs, strict=True)]
+                medians[count] = [statistics.median(each) for each in zip(*pairs, strict=True)]
                 if count == 1 and stages > 1:
                     hops = f"{1e3 * statistics.median(hops_of(llm)):.3f}"
             info = llm.info()
             held = [x["weight_bytes"] for x in info.get("stages", ())] or info["rank_weight_bytes"]
-            (_, step, ratio), (prefill, steps, ratios) = found[1], found[SESSIONS]
+            (_, step, ratio), (prefill, steps, ratios) = medians[1], medians[SESSIONS]
             print(
                 f"{f'{stages} stages' if stages else 'tensor parallel 2':>17} | {'':12} {1e3 * step:10.2f} "
                 f"{ratio:9.2f} {hops:>8} | {'':11} {prefill:10.2f} "
@@ -114,32 +117,32 @@ def measure(folder: Path, whole: LLM, said: dict[int, Any], args: argparse.Names
             if stages == 3:
                 if args.picture:
                     draw(llm, args.picture)
-                recovery(llm, said)
+                recovery(llm, expected_by_count)
 
 
 def spans_of(llm: LLM) -> list[list[Any]]:
-    """Step, micro-batch, begin, end and rows of the last work of each stage."""
+    """Return step, micro-batch, begin, end and rows of each stage's latest work."""
     runner = cast(Clustered, llm.engine.runner)
-    return runner._each("spans")
+    return runner._call_stages("spans")
 
 
 def hops_of(llm: LLM) -> list[float]:
-    """Seconds from the end of each stage's work to the begin of the next one's, in each decode step."""
+    """Return the seconds from the end of a stage's work to the begin of the next one's, in decode steps."""
     stages = [
         {step: (begin, end) for step, _, begin, end, n in row if n == 1} for row in spans_of(llm)
     ]
     return [
-        behind[step][0] - end
-        for one, behind in itertools.pairwise(stages)
+        following[step][0] - end
+        for one, following in itertools.pairwise(stages)
         for step, (_, end) in one.items()
-        if step in behind
+        if step in following
     ]
 
 
-def recovery(llm: LLM, said: dict[int, Any]) -> None:
-    """Kill each stage once in the middle of an answer."""
+def recovery(llm: LLM, expected_by_count: dict[int, Any]) -> None:
+    """Kill each stage once in the middle of an answer, and print the time to replace it."""
     for place in range(3):
-        time.sleep(8)  # a spare gets ready
+        time.sleep(8)  # for a spare to get ready
         pid = llm.info()["stages"][place]["pid"]
         ids: list[int] = []
         gap, last = 0.0, time.perf_counter()
@@ -150,15 +153,15 @@ def recovery(llm: LLM, said: dict[int, Any]) -> None:
             ids += delta.token_ids
             if number == TOKENS // 2:
                 os.kill(pid, signal.SIGKILL)
-        assert ids == said[1][0][0], "other words after a kill"
-        took = llm.stats()["cluster"]["recovery_s"][-1]
+        assert ids == expected_by_count[1][0][0], "outputs differ after a kill"
+        seconds = llm.stats()["cluster"]["recovery_s"][-1]
         print(
-            f"       stage {place} of 3 killed: replaced in {took:.2f} s, longest wait {gap:.2f} s"
+            f"       stage {place} of 3 killed: replaced in {seconds:.2f} s, longest wait {gap:.2f} s"
         )
 
 
 def kill_at_random(folder: Path, count: int, length: int) -> None:
-    """Kill a stage at random moments, from half a second after opening on: seconds until the next token."""
+    """Kill a stage at random moments after opening, and print the seconds until the next token."""
     params = SamplingParams(max_tokens=4 * TOKENS, seed=0, ignore_eos=True)
     prompt, limit = prompts(1, length)[0], length + 4 * TOKENS
     with LLM(folder, max_length=limit) as whole:
@@ -188,7 +191,7 @@ def kill_at_random(folder: Path, count: int, length: int) -> None:
                                 killed = True
                             last = now
                             ids += delta.token_ids
-                        assert ids == expected, "other words after a kill"
+                        assert ids == expected, "outputs differ after a kill"
                     gaps.append(gap)
         finally:
             for burner in burners:
@@ -201,7 +204,7 @@ def kill_at_random(folder: Path, count: int, length: int) -> None:
 
 
 def draw(llm: LLM, path: Path) -> None:
-    """Who computed when, in a forward of many rows and the steps after it."""
+    """Draw when each stage computes, in a forward of many rows and the steps after it."""
     import matplotlib
 
     matplotlib.use("Agg")

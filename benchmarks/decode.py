@@ -1,4 +1,4 @@
-"""Prefill and decode of Qwen3-0.6B's shape with random weights, against transformers in the same run.
+"""Prefill and decode of Qwen3-0.6B's shape with random weights, and of transformers in the same run.
 
     python benchmarks/decode.py [--rows 1 8 32] [--prompts 128 1024] [--steps 24] [--rounds 3]
 
@@ -42,7 +42,7 @@ class Times:
 
 
 def make_model(dtype: torch.dtype, *, seed: int = 0, **changes: Any) -> Any:
-    """Qwen3-0.6B's shape, or one that differs from it in some numbers, with random weights."""
+    """Return a model of Qwen3-0.6B's shape, with these changes and random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -55,7 +55,7 @@ def make_model(dtype: torch.dtype, *, seed: int = 0, **changes: Any) -> Any:
 
 
 def read_bandwidth() -> float:
-    """Bytes a second of a plain sum over 1 GB, the best of five."""
+    """Return the bytes per second of a plain sum over 1 GB, the best of five."""
     data = torch.ones(2**28, dtype=torch.float32)
     data.sum()
     best = min(_timed(data.sum) for _ in range(5))
@@ -83,7 +83,7 @@ def run_verbatim(llm: LLM, prompts: list[list[int]], steps: int, times: Times) -
 
 def run_transformers(model: Any, prompts: list[list[int]], steps: int, times: Times) -> None:
     class Clock:
-        """A logits processor: called once a step, when its forward is done."""
+        """A logits processor, which is called after the forward of each step."""
 
         def __init__(self) -> None:
             self.marks: list[float] = [time.perf_counter()]
@@ -121,7 +121,7 @@ def main() -> None:
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
     model = make_model(dtype)
-    weight_bytes = sum(p.nbytes for p in model.parameters())  # the tied head is read as the head
+    weight_bytes = sum(p.nbytes for p in model.parameters())  # a tied weight counts once
     bandwidth = read_bandwidth()
     print(
         f"{options.dtype}, {torch.get_num_threads()} threads, weights {weight_bytes / 1e9:.2f} GB, "

@@ -1,11 +1,11 @@
-"""How often a drafted token stands: with shared noise, with noise of one's own, and what is possible at all.
+"""The acceptance rate of draft tokens: with shared noise, with independent noise, and its upper limit.
 
     python benchmarks/draft_acceptance.py [--draws 100000] [--plot docs/images/draft_acceptance.png]
 
-A draft from distribution q stands if it equals what the model draws from p. With one noise for both
-(Gumbel coupling: Daliri, Musco and Suresh 2024) that is likelier than (1 - TV) / (1 + TV), where TV is half
-the sum of |p - q|. With noise of one's own it is the sum of p * q. No scheme that keeps p does better than
-the sum of min(p, q), which is 1 - TV; rejection sampling reaches it, and changes the words.
+A draft from distribution q is accepted if it equals the model's draw from p. With the same noise for both
+(Gumbel coupling: Daliri, Musco and Suresh 2024), its probability is at least (1 - TV) / (1 + TV), where TV is
+half the sum of |p - q|. With independent noise it is the sum of p * q. No scheme that preserves p exceeds the
+sum of min(p, q), which is 1 - TV; rejection sampling reaches it, but changes the output.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Pair:
 
     @property
     def distance(self) -> float:
-        """TV: what one of them holds likelier than the other, all together."""
+        """Total variation distance of p and q."""
         return float((self.p - self.q).abs().sum() / 2)
 
     @property
@@ -61,7 +61,7 @@ class Pair:
 
     @property
     def shared(self) -> float:
-        """What shared noise comes to, exactly: the sum over i of 1 / sum over j of max(pj / pi, qj / qi).
+        """Exact rate with shared noise: the sum over i of 1 / sum over j of max(pj / pi, qj / qi).
 
         With E exponential, argmax(log p + Gumbel) is argmin(E / p). Both argmins are i where every other
         E[j] is at least E[i] times that maximum.
@@ -71,7 +71,7 @@ class Pair:
         return float((1 / ratios.sum(1)).sum())
 
     def measured(self, draws: int, *, shared: bool = True) -> float:
-        """The share of `draws` in which the engine's sampler draws the same from both."""
+        """Return the share of `draws` in which the engine's sampler draws the same id from both."""
         same = 0
         for start in range(0, draws, ROWS):
             count = min(ROWS, draws - start)
@@ -92,7 +92,7 @@ def _drawn(logits: Tensor, seed: int, start: int, count: int) -> list[int]:
 
 
 def pairs(vocab_size: int = VOCAB) -> list[Pair]:
-    """Peaked and flat ones, a model at other temperatures, drafters that err, and strangers."""
+    """Return peaked and flat pairs, other temperatures, drafters with errors, and unrelated pairs."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(scale: float) -> Tensor:
@@ -143,10 +143,10 @@ def plot(measured: dict[Pair, float], path: Path) -> None:
     axes.plot(distances, 1 - distances, label="limit: sum of min(p, q)", linestyle="--")
     bound = (1 - distances) / (1 + distances)
     axes.plot(distances, bound, label="bound: (1 - TV) / (1 + TV)", linestyle=":")
-    where = [pair.distance for pair in measured]
-    axes.plot(where, list(measured.values()), "o", label="shared noise, measured")
-    axes.plot(where, [pair.unshared for pair in measured], "x", label="own noise: sum of pq")
-    axes.set(xlabel="TV of model and drafter", ylabel="drafts that stand", ylim=(0, 1.05))
+    distance = [pair.distance for pair in measured]
+    axes.plot(distance, list(measured.values()), "o", label="shared noise, measured")
+    axes.plot(distance, [pair.unshared for pair in measured], "x", label="own noise: sum of pq")
+    axes.set(xlabel="TV of model and drafter", ylabel="accepted drafts", ylim=(0, 1.05))
     axes.legend(frameon=False)
     figure.savefig(path, dpi=110)
     print(f"\nwrote {path}")

@@ -1,9 +1,9 @@
-"""Drafts against plain decoding: what they bring where they should, and what they cost where they can't help.
+"""Drafts, compared with plain decoding: the gain where they help, and the cost where they can't.
 
     python benchmarks/drafts.py [--rounds 5] [--only storyteller copy nothing]
 
 Both engines of a pair run the same weights in one process and take turns, one request or batch each; the
-figures are medians over the rounds. Before anything is timed the two must have said the same, bit for bit.
+figures are medians over the rounds. Before anything is timed, their outputs must be equal, bit for bit.
 Without `num_draft_tokens` the length of drafts adapts, as it does by default.
 """
 
@@ -38,17 +38,17 @@ class Case:
     params: list[SamplingParams]
 
     def run(self, llm: LLM) -> tuple[list[Any], float]:
-        """What was said, and seconds a new token after the prompts were read."""
+        """Return the outputs, and the seconds per new token after prefill."""
         begin = time.perf_counter()
         results = llm.generate(self.prompts, self.params)
         spent = time.perf_counter() - begin
         first = max(result.metrics.first_token_s for result in results)
-        said = [(c.token_ids, c.logprobs, c.sampled_logprobs) for r in results for c in r.outputs]
-        return said, (spent - first) / sum(len(ids) - 1 for ids, _, _ in said)
+        outs = [(c.token_ids, c.logprobs, c.sampled_logprobs) for r in results for c in r.outputs]
+        return outs, (spent - first) / sum(len(ids) - 1 for ids, _, _ in outs)
 
     def measure(self, rounds: int) -> tuple[float, float, float]:
-        """Tokens a second with drafts, how many times plain decoding that is, tokens a forward."""
-        assert self.run(self.plain)[0] == self.run(self.drafted)[0], f"{self.name}: other words"
+        """Return tokens per second with drafts, the ratio to plain decoding, and tokens per forward."""
+        assert self.run(self.plain)[0] == self.run(self.drafted)[0], f"{self.name}: outputs differ"
         before = self.drafted.stats()["draft"]
         plain, drafted = [], []
         for number in range(rounds):
@@ -63,7 +63,7 @@ class Case:
 
 
 def storyteller(open_: Callable[..., LLM]) -> Iterator[Case]:
-    """The model in the package, and the layer that was trained with it."""
+    """Yield cases of the packaged model with its MTP layer."""
     plain = open_()
     stories = ["Once upon a time", "The fox was", "A small bird wanted"]
     for tokens in (None, 1, 2, 3):
@@ -80,10 +80,10 @@ def storyteller(open_: Callable[..., LLM]) -> Iterator[Case]:
 
 
 def copier(layers: int) -> Any:
-    """Qwen3-0.6B's shape, with weights arranged so that each token is followed by the next of its cycle.
+    """Return a model of Qwen3-0.6B's shape in which each token is followed by the next of its cycle.
 
-    What the layers add to the stream is nothing, at full cost; the head's rows are the embeddings of the
-    tokens before, so that the successor's logit stands out. How far, decides how likely copying is.
+    The layers add zero to the residual stream, at full cost. Each row of the head is the embedding of the
+    token before, so that the successor's logit stands out; the factor sets how likely copying is.
     """
     module = make_model(torch.bfloat16, num_hidden_layers=layers, tie_word_embeddings=False)
     with torch.no_grad():
@@ -96,14 +96,14 @@ def copier(layers: int) -> Any:
 
 
 def successors() -> torch.Tensor:
-    """`[V]`: the token behind each, in cycles of 256."""
+    """Return the successor of each token, in cycles of 256: `[V]`."""
     ids = torch.arange(WIDTH["vocab_size"])
     ends = (ids % 256 == 255) | (ids == len(ids) - 1)
     return torch.where(ends, ids // 256 * 256, ids + 1)
 
 
 def copy(open_: Callable[..., LLM], layers: int) -> Iterator[Case]:
-    """A prompt that is to be said again."""
+    """Yield cases in which the model repeats the prompt."""
     module = copier(layers)
     plain, drafted = open_(module), open_(module, draft="ngram")
     prompt = [*range(1024, 1280), *range(1024, 1040)]
@@ -114,7 +114,7 @@ def copy(open_: Callable[..., LLM], layers: int) -> Iterator[Case]:
 
 
 def nothing(open_: Callable[..., LLM], layers: int) -> Iterator[Case]:
-    """Workloads in which no draft can be right, or in which the rows of drafts cost what they save."""
+    """Yield cases in which no draft can be right, or drafts cost as much as they save."""
     story = open_()
     hot = SamplingParams(max_tokens=300, temperature=2.0, seed=7, ignore_eos=True)
     yield Case(

@@ -2,10 +2,9 @@
 
     python benchmarks/gpu.py [--parts one quantized many prefill] [--json benchmarks/results/gpu.json]
 
-Random weights in bfloat16, made on the GPU. The limit of a
-step is reading the weights and the KV once; its share is of the bandwidth that a copy of 4 GB reaches in
-the same run, reads and writes counted. Times are of whole steps, from one token to the next, Python and
-the draw included.
+Random weights in bfloat16, created on the GPU. The limit of a step is to read the weights and the KV once, at
+the bandwidth that a copy of 4 GB reaches in the same run (reads and writes). Times are of whole steps, from
+one token to the next, including Python and sampling.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ import triton
 
 import verbatim
 from verbatim import LLM, SamplingParams
-from verbatim.model.packed import hold_packed, weights_of
-from verbatim.model.packing import choose_packings, owners
-from verbatim.model.quantization import resolve_quantization
-from verbatim.model.quantize import pack
+from verbatim.model.quantizable import choose_packings, owners
+from verbatim.model.quantized import hold_quantized, weights_of
+from verbatim.quantization.formats import resolve_quantization
+from verbatim.quantization.matrix import pack
 
 QWEN3_8B = dict(
     hidden_size=4096,
@@ -43,13 +42,13 @@ QWEN3_8B = dict(
 
 
 def make_model(**changes: Any) -> Any:
-    """Qwen3-0.6B's shape, or one that differs from it, on the GPU."""
+    """Return a model on the GPU, of Qwen3-0.6B's shape with these changes."""
     with torch.device("cuda"):
         return decode.make_model(torch.bfloat16, **changes)
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a copy of 4 GB; the best of ten."""
+    """Return the bytes per second, read and written, of a copy of 4 GB; the best of ten."""
     source = torch.ones(2**31, dtype=torch.bfloat16, device="cuda")
     target, best = torch.empty_like(source), float("inf")
     for _ in range(10):
@@ -63,12 +62,12 @@ def copy_bandwidth() -> float:
 
 
 def open_engine(model: Any, deterministic: bool) -> LLM:
-    """Open a model like one that was loaded: its steps are recorded, and nobody edits it."""
+    """Open a model as if it came from a folder, so that its steps are recorded as CUDA graphs."""
 
     def loaded(open_: Any, *_: Any) -> Any:
         return replace(open_(None), live=False)
 
-    with mock.patch("verbatim.llm.open_weights", loaded):
+    with mock.patch("verbatim.api.llm.open_weights", loaded):
         return LLM(
             model,
             device="cuda",
@@ -84,14 +83,14 @@ def prompts(rows: int, length: int) -> list[list[int]]:
 
 
 def weight_bytes(model: Any) -> int:
-    """What a step reads of the weights: of an untied embedding no more than a row."""
+    """Return the bytes of weights that a step reads, without an untied embedding."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     spared = 0 if embedding is head else embedding.nbytes
     return sum(p.nbytes for p in model.parameters()) - spared
 
 
 def step_times(llm: LLM, length: int, steps: int) -> list[float]:
-    """Seconds from one token of a greedy stream to the next."""
+    """Return the seconds from token to token of a greedy stream, without the first third."""
     params, times = SamplingParams(max_tokens=steps, temperature=0.0, ignore_eos=True), []
     before = None
     for _ in llm.stream(prompts(1, length)[0], params):
@@ -103,22 +102,22 @@ def step_times(llm: LLM, length: int, steps: int) -> list[float]:
 
 
 def one_row(model: Any, steps: int, bandwidth: float) -> dict[str, Any]:
-    """Decode of one row of the 8B shape."""
-    found: dict[str, Any] = {}
+    """Measure decode of one row of the 8B shape."""
+    results: dict[str, Any] = {}
     for deterministic in (False, True):
         with open_engine(model, deterministic) as llm:
             for length in (128, 1024):
                 step_times(llm, length, 4)
-                taken = statistics.median(step_times(llm, length, steps))
+                seconds = statistics.median(step_times(llm, length, steps))
                 per_token, graphs = llm.info()["kv_bytes_per_token"], llm.info()["recorded_steps"]
                 moved = weight_bytes(model) + per_token * (length + steps * 2 // 3)
-                found[f"prompt {length}, deterministic={deterministic}"] = {
-                    "tokens_per_s": 1 / taken,
+                results[f"prompt {length}, deterministic={deterministic}"] = {
+                    "tokens_per_s": 1 / seconds,
                     "bytes_per_step": moved,
-                    "share_of_copy_bandwidth": moved / taken / bandwidth,
+                    "share_of_copy_bandwidth": moved / seconds / bandwidth,
                     "graphs": graphs,
                 }
-    return found
+    return results
 
 
 def quantize(model: Any, name: str) -> None:
@@ -126,32 +125,32 @@ def quantize(model: Any, name: str) -> None:
     kind = resolve_quantization(name)
     assert kind is not None
     packings = choose_packings(model, kind)
-    held = {weight: (pack(weight, packing), packing) for weight, packing in packings.items()}
-    uses = [(layer, n, *held[p]) for _, layer, n, p in owners(model) if p in held]
+    packed = {weight: (pack(weight, packing), packing) for weight, packing in packings.items()}
+    uses = [(layer, n, *packed[p]) for _, layer, n, p in owners(model) if p in packed]
     for use in uses:
-        hold_packed(*use)
+        hold_quantized(*use)
 
 
 def quantized(steps: int, bandwidth: float, length: int = 128) -> dict[str, Any]:
-    """Decode of one row of the 8B shape with quantized weights, deterministic."""
-    found: dict[str, Any] = {}
+    """Measure deterministic decode of one row of the 8B shape with quantized weights."""
+    results: dict[str, Any] = {}
     for name in ("int8", "int4"):
         model = make_model(**QWEN3_8B)
         embedding = model.get_input_embeddings()
         quantize(model, name)
         with open_engine(model, deterministic=True) as llm:
             step_times(llm, length, 8)
-            taken = statistics.median(step_times(llm, length, steps))
+            seconds = statistics.median(step_times(llm, length, steps))
             per_token, graphs = llm.info()["kv_bytes_per_token"], llm.info()["recorded_steps"]
-        moved = sum(x.nbytes for x in weights_of(model)) - embedding.packed.nbytes
+        moved = sum(x.nbytes for x in weights_of(model)) - embedding.matrix.data.nbytes
         moved += per_token * (length + steps * 2 // 3)
-        found[name] = {
-            "tokens_per_s": 1 / taken,
+        results[name] = {
+            "tokens_per_s": 1 / seconds,
             "bytes_per_step": moved,
-            "share_of_copy_bandwidth": moved / taken / bandwidth,
+            "share_of_copy_bandwidth": moved / seconds / bandwidth,
             "graphs": graphs,
         }
-    return found
+    return results
 
 
 def all_of(llm: LLM, ids: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
@@ -163,24 +162,24 @@ def all_of(llm: LLM, ids: list[list[int]], tokens: int) -> tuple[float, list[lis
 
 
 def many_rows(rows: int, tokens: int) -> dict[str, Any]:
-    """New tokens a second of `rows` requests at once, against transformers' continuous batching."""
+    """Measure the new tokens per second of `rows` requests at once, and of continuous batching."""
     model, ids = make_model(), prompts(rows, 128)
-    found: dict[str, Any] = {"rows": rows, "prompt": 128, "new tokens": tokens}
+    results: dict[str, Any] = {"rows": rows, "prompt": 128, "new tokens": tokens}
     for deterministic in (False, True):
         with open_engine(model, deterministic) as llm:
-            all_of(llm, ids, 3)  # records its size
-            taken, outputs = all_of(llm, ids, tokens)
-            entry: dict[str, Any] = {"tokens_per_s": rows * tokens / taken}
+            all_of(llm, ids, 3)  # records a step of this size
+            seconds, outputs = all_of(llm, ids, tokens)
+            entry: dict[str, Any] = {"tokens_per_s": rows * tokens / seconds}
             entry["graphs"] = llm.info()["recorded_steps"]
             if deterministic:
                 alone = all_of(llm, ids[rows // 2 : rows // 2 + 1], tokens)[1]
                 entry["same tokens alone"] = alone == outputs[rows // 2 : rows // 2 + 1]
-        found[f"verbatim, deterministic={deterministic}"] = entry
+        results[f"verbatim, deterministic={deterministic}"] = entry
     try:
-        found["transformers, continuous batching"] = continuous_batching(model, ids, tokens)
-    except Exception as error:  # what it needs changes from version to version
-        found["transformers, continuous batching"] = f"{type(error).__name__}: {error}"
-    return found
+        results["transformers, continuous batching"] = continuous_batching(model, ids, tokens)
+    except Exception as error:  # its requirements change with versions
+        results["transformers, continuous batching"] = f"{type(error).__name__}: {error}"
+    return results
 
 
 def continuous_batching(model: Any, ids: list[list[int]], tokens: int) -> dict[str, Any]:
@@ -195,18 +194,18 @@ def continuous_batching(model: Any, ids: list[list[int]], tokens: int) -> dict[s
         start = time.perf_counter()
         outputs = model.generate_batch(inputs=ids, generation_config=config, progress_bar=False)
         times.append(time.perf_counter() - start)
-    made = sum(len(o.generated_tokens) for o in outputs.values())
-    return {"tokens_per_s": made / times[-1], "attention": model.config._attn_implementation}
+    num_tokens = sum(len(o.generated_tokens) for o in outputs.values())
+    return {"tokens_per_s": num_tokens / times[-1], "attention": model.config._attn_implementation}
 
 
 def prefill(model: Any) -> dict[str, Any]:
-    """Tokens a second of one prompt of 4,000 tokens of the 8B shape."""
-    found = {}
+    """Measure the tokens per second of a prompt of 4,000 tokens of the 8B shape."""
+    results = {}
     for deterministic in (False, True):
         with open_engine(model, deterministic) as llm:
             times = [all_of(llm, prompts(1, 4000), 1)[0] for _ in range(3)]
-        found[f"deterministic={deterministic}"] = 4000 / min(times[1:])
-    return found
+        results[f"deterministic={deterministic}"] = 4000 / min(times[1:])
+    return results
 
 
 def main() -> None:

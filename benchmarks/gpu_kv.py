@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_kv.py [--rows 32] [--context 4096] [--layers 36]
 
-Random weights of Qwen3-8B's shape and random K and V, with `deterministic=True`, in a recorded step without
-the draw, whose time is between CUDA events. Its share is of a copy's bandwidth, as in benchmarks/gpu.py.
+Random weights of Qwen3-8B's shape and random K and V, with `deterministic=True`. The time is that of a
+recorded step without sampling, between CUDA events; its share is of a copy's bandwidth, as in gpu.py.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 
 from gpu import QWEN3_8B, copy_bandwidth, make_model, weight_bytes
 from verbatim.batch import Batch
-from verbatim.kv.quantized import resolve_kv_dtype
 from verbatim.kv.store import KVStore, bytes_per_token
 from verbatim.model.decoder import Decoder
 from verbatim.placement.recorded import RecordedSteps, cuda_recorder
+from verbatim.quantization.formats import resolve_kv_dtype
 
 BLOCK_SIZE = 16
 
@@ -58,15 +58,15 @@ def main() -> None:
     model = make_model(**QWEN3_8B | dict(num_hidden_layers=options.layers))
     decoder = Decoder(model)
     for kv_dtype in ("bfloat16", "int8", "int4"):
-        taken, kv_bytes = step_ms(decoder, kv_dtype, options.rows, options.context)
-        found = {
+        ms, kv_bytes = step_ms(decoder, kv_dtype, options.rows, options.context)
+        row = {
             "kv_dtype": kv_dtype,
-            "ms": taken,
-            "tokens_per_s": options.rows / taken * 1000,
+            "ms": ms,
+            "tokens_per_s": options.rows / ms * 1000,
             "kv_GB": kv_bytes / 1e9,
-            "share_of_copy_bandwidth": (kv_bytes + weight_bytes(model)) / taken * 1000 / bandwidth,
+            "share_of_copy_bandwidth": (kv_bytes + weight_bytes(model)) / ms * 1000 / bandwidth,
         }
-        print(json.dumps(found), flush=True)
+        print(json.dumps(row), flush=True)
         torch.cuda.empty_cache()
 
 

@@ -1,10 +1,10 @@
-"""What structured outputs cost: a mask and a push, over a random walk through a JSON schema.
+"""The cost of structured outputs: a mask and a push per token, on a random walk through a JSON schema.
 
     python benchmarks/grammar.py [--vocab 151936] [--tokens 2000] [--seed 0]
 
-The tokenizer is byte-level, with random words for a vocabulary, each with and without a space before
-it, beside the bytes and the marks of JSON. The walk draws evenly from the allowed ids, half of the time
-from those that have a quotation mark or a closing bracket, so that documents end. One thread.
+The vocabulary of the byte-level tokenizer is the bytes, JSON's punctuation, and random words with and
+without a leading space. The walk draws uniformly from the allowed ids, half of the time only from those
+that have a quotation mark or a closing bracket, so that documents end. One thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SCHEMA = {
 
 
 def words(vocab: int, seed: int) -> Tokenizer:
-    """A byte-level tokenizer of `vocab` ids; id 0 is the end of sequence."""
+    """Return a byte-level tokenizer of `vocab` ids; id 0 is the end of sequence."""
     rng = random.Random(seed)
     pieces = {"</s>": 0}
     for piece in [
@@ -68,7 +68,7 @@ def words(vocab: int, seed: int) -> Tokenizer:
 
 
 def allowed(mask: torch.Tensor) -> torch.Tensor:
-    """The ids of a mask."""
+    """Return the ids that a mask allows."""
     return ((mask[:, None] >> torch.arange(32)) & 1).flatten().nonzero().flatten()
 
 
@@ -82,17 +82,17 @@ def main() -> None:
     rng = random.Random(args.seed)
     tokenizer = words(args.vocab, args.seed)
 
-    def timed(call, *given, **named):
+    def timed(call, *operands, **named):
         start = time.perf_counter()
-        result = call(*given, **named)
+        result = call(*operands, **named)
         return result, (time.perf_counter() - start) * 1e3
 
-    compiler, made = timed(GrammarCompiler, tokenizer, args.vocab, frozenset({0}))
+    compiler, compile_ms = timed(GrammarCompiler, tokenizer, args.vocab, frozenset({0}))
     params = SamplingParams(json_schema=SCHEMA)
     state, first = timed(compiler.start, params, ends=True)
     state, again = timed(compiler.start, params, ends=True)
     print(
-        f"vocabulary {args.vocab}: compiler {made:.0f} ms, schema {first:.1f} ms, again {again:.2f} ms"
+        f"vocabulary {args.vocab}: compiler {compile_ms:.0f} ms, schema {first:.1f} ms, again {again:.2f} ms"
     )
     marks = torch.zeros(args.vocab, dtype=torch.bool)
     marks[
@@ -100,8 +100,8 @@ def main() -> None:
     ] = 1
     masks, pushes, forks, documents = [], [], [], 0
     for _ in range(args.tokens):
-        mask, taken = timed(state.mask)
-        masks.append(taken)
+        mask, elapsed = timed(state.mask)
+        masks.append(elapsed)
         ids = allowed(mask)
         closing = ids[marks[ids]]
         ids = closing if len(closing) and rng.random() < 0.5 else ids

@@ -1,12 +1,12 @@
 """The cost of quantized K and V in log-prob, and the bytes they save, on the packaged model or any other.
 
     python benchmarks/kv.py [--model FOLDER] [--dtype float32] [--tokens 250]
-    python benchmarks/kv.py --formats    # ways to spend the same bits, of the rows of a model and random ones
+    python benchmarks/kv.py --formats    # other formats of the same size, on rows of a model and random ones
     python benchmarks/kv.py --speed      # one attention call, 16 query and 8 KV heads, 128 wide
 
-Stories are drawn once over unquantized KV and then scored over every kind of KV: the error is the
-difference of a token's log-prob. "Top id" is the share of positions whose likeliest id is the same,
-"greedy" how many of a greedy continuation's tokens come before the first that differs.
+Stories are drawn once with unquantized KV and then scored with every kind of KV. The error is the
+difference of a token's log-prob. "Top id" is the share of positions with the same likeliest id, "greedy"
+the number of tokens of a greedy continuation before the first that differs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from verbatim import LLM, SamplingParams, kernels
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import paged_attention
-from verbatim.kv.quantized import PACKINGS, pack, unpack
 from verbatim.kv.store import KVStore
+from verbatim.quantization.formats import KV_PACKINGS
+from verbatim.quantization.rows import pack_rows, unpack_rows
 
 PROMPTS = [
     "Once upon a time",
@@ -47,7 +48,7 @@ def drawn(llm: LLM, tokens: int) -> list[list[int]]:
 
 
 def look(llm: LLM, ids: list[list[int]], tokens: int) -> tuple[Tensor, list[int], list[list[int]]]:
-    """Log-probs and likeliest ids at all positions, and greedy continuations."""
+    """Return log-probs and likeliest ids at all positions, and greedy continuations."""
     results = llm.generate(ids, SamplingParams(max_tokens=0, prompt_logprobs=1))
     logprobs = [x for r in results for x in (r.prompt_logprobs or [])[1:]]
     tops = [top[0][0] for r in results for top in (r.prompt_top_logprobs or [])[1:] if top]
@@ -60,29 +61,29 @@ def look(llm: LLM, ids: list[list[int]], tokens: int) -> tuple[Tensor, list[int]
 
 
 def agreed(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many come before the first that differs."""
+    """Return the number of entries before the first that differs."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
 def compare(args: argparse.Namespace) -> None:
     with open_model(args, "auto") as llm:
         ids = drawn(llm, args.tokens)
-        want, want_tops, want_greedy = look(llm, ids, args.tokens)
+        expected, expected_tops, expected_greedy = look(llm, ids, args.tokens)
         info = llm.info()
     print(
-        f"{info['model']}, {info['numerics_key']}, {len(want)} log-probs, mean {want.mean():.2f}\n"
+        f"{info['model']}, {info['numerics_key']}, {len(expected)} log-probs, mean {expected.mean():.2f}\n"
     )
     print("| KV | bytes a token | of bf16 | mean error | 99% below | max error | top id | greedy |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     bf16 = None
     for kv_dtype in ("bfloat16", "float32", "int8", "int4"):
         with open_model(args, kv_dtype) as llm:
-            got, tops, greedy = look(llm, ids, args.tokens)
+            logprobs, tops, greedy = look(llm, ids, args.tokens)
             size = llm.info()["kv_bytes_per_token"]
         bf16 = bf16 or size
-        error = (got - want).abs()
-        same = statistics.mean(a == b for a, b in zip(tops, want_tops, strict=True))
-        run = statistics.mean(agreed(a, b) for a, b in zip(greedy, want_greedy, strict=True))
+        error = (logprobs - expected).abs()
+        same = statistics.mean(a == b for a, b in zip(tops, expected_tops, strict=True))
+        run = statistics.mean(agreed(a, b) for a, b in zip(greedy, expected_greedy, strict=True))
         cells = [kv_dtype, f"{size:,}", f"{size / bf16:.0%}", f"{error.mean():.4f}"]
         cells += [f"{error.quantile(0.99):.3f}", f"{error.max():.3f}", f"{same:.1%}"]
         print(f"| {' | '.join(cells)} | {run:.0f} of {args.tokens} |")
@@ -96,7 +97,7 @@ def up(x: Tensor) -> Tensor:
 
 
 def symmetric(x: Tensor, bits: int, group: int) -> Tensor:
-    """One bf16 scale to a group and no lower end: codes from -n to n."""
+    """Quantize with one bf16 scale per group and no offset: codes from -n to n."""
     n = 2 ** (bits - 1) - 1
     parts = []
     for part in x.split(group, -1):
@@ -107,7 +108,7 @@ def symmetric(x: Tensor, bits: int, group: int) -> Tensor:
 
 
 def symmetric_even(x: Tensor, bits: int, group: int) -> Tensor:
-    """The same with all 2^bits levels, half a step to either side of zero."""
+    """Quantize as `symmetric`, but with all 2^bits levels, at odd multiples of half a step."""
     n = 2**bits - 1
     parts = []
     for part in x.split(group, -1):
@@ -118,10 +119,10 @@ def symmetric_even(x: Tensor, bits: int, group: int) -> Tensor:
 
 
 def with_low(x: Tensor, bits: int, group: int) -> Tensor:
-    """As the store holds it, in groups of any length."""
-    packing = next(p for p in PACKINGS.values() if p.bits == bits)
+    """Quantize as the KV store does, in groups of any length."""
+    packing = next(p for p in KV_PACKINGS.values() if p.bits == bits)
     return torch.cat(
-        [unpack(pack(g, packing), g.shape[-1], packing) for g in x.split(group, -1)], -1
+        [unpack_rows(pack_rows(g, packing), g.shape[-1], packing) for g in x.split(group, -1)], -1
     )
 
 
@@ -135,13 +136,13 @@ FORMATS: list[tuple[str, Callable[[Tensor, int, int], Tensor], int, int, float]]
 
 
 def captured(args: argparse.Namespace) -> dict[str, Tensor]:
-    """K and V that the model writes for a story, and rows with some wide channels: `[N, D]`."""
+    """Return K and V that the model writes for stories, and random rows, all `[N, D]`."""
     written: list[tuple[Tensor, Tensor]] = []
-    plain = KVStore.write
+    original = KVStore.write
 
     def write(self: KVStore, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         written.append((k.float().flatten(0, 1), v.float().flatten(0, 1)))
-        plain(self, layer, k, v, slots)
+        original(self, layer, k, v, slots)
 
     with open_model(args, "auto") as llm:
         ids = drawn(llm, args.tokens)
@@ -149,7 +150,7 @@ def captured(args: argparse.Namespace) -> dict[str, Tensor]:
         try:
             llm.score(ids)
         finally:
-            KVStore.write = plain  # type: ignore[method-assign]
+            KVStore.write = original  # type: ignore[method-assign]
     k, v = (torch.cat(x) for x in zip(*written, strict=True))
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(4000, 128, generator=generator)
@@ -165,9 +166,9 @@ def compare_formats(args: argparse.Namespace) -> None:
     )
     print(f"| bits | group | held | {' | '.join(data)} |")
     print("| --- " * (3 + len(data)) + "|")
-    for name, held, bits, group, cost in FORMATS:
+    for name, quant, bits, group, cost in FORMATS:
         errors = [
-            (held(x, bits, group) - x).square().mean() / x.square().mean() for x in data.values()
+            (quant(x, bits, group) - x).square().mean() / x.square().mean() for x in data.values()
         ]
         cells = " | ".join(f"{error.sqrt():.2%}" for error in errors)
         print(f"| {bits}, {cost} with scales | {group} | {name} | {cells} |")
@@ -177,7 +178,7 @@ def compare_formats(args: argparse.Namespace) -> None:
 
 
 def attention_calls(sequences: int, context: int, rows: int) -> list[Callable[[], object]]:
-    """The same attention over bfloat16, float32, int8 and int4."""
+    """Return the same attention call over bfloat16, float32, int8 and int4 KV."""
     heads, kv_heads, size, block = 16, 8, 128, 16
     blocks = sequences * context // block
     k, v = torch.randn(2, blocks, kv_heads, block, size).bfloat16()
@@ -189,8 +190,10 @@ def attention_calls(sequences: int, context: int, rows: int) -> list[Callable[[]
     )
     batch = (rows_of, AttentionOptions(scale=size**-0.5))
     packed = [
-        partial(paged_attention, q, pack(k, p), pack(v, p), *batch, value_size=size, packing=p)
-        for p in PACKINGS.values()
+        partial(
+            paged_attention, q, pack_rows(k, p), pack_rows(v, p), *batch, value_size=size, packing=p
+        )
+        for p in KV_PACKINGS.values()
     ]
     return [
         partial(paged_attention, q, k, v, *batch),
@@ -209,11 +212,11 @@ def compare_speed(seconds: float) -> None:
         times: list[list[float]] = [[] for _ in calls]
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or len(times[0]) < 3:
-            for call, taken in zip(calls, times, strict=True):
+            for call, durations in zip(calls, times, strict=True):
                 start = time.perf_counter()
                 call()
-                taken.append(time.perf_counter() - start)
-        cells = " | ".join(f"{min(taken) * 1e3:.2f}" for taken in times)
+                durations.append(time.perf_counter() - start)
+        cells = " | ".join(f"{min(durations) * 1e3:.2f}" for durations in times)
         print(f"| {sequences} x {context}, {rows} | {cells} |", flush=True)
 
 

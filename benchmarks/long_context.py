@@ -1,10 +1,10 @@
-"""The memory of one long context, beside what `LLM.info()` says that it needs.
+"""The memory of one long context, compared with the figures of `LLM.info()`.
 
     python -m benchmarks.long_context [--shape qwen3.5] [--tokens 32000]
 
-A model of random weights is opened with room for the K and V of that many tokens and three states (the one
-that is read, the one that is written, and zeros), and a prompt is computed. What the process grows by beyond
-that room are the activations of a step.
+A model of random weights is opened with memory for the K and V of that many tokens and three states (the one
+that is read, the one that is written, and zeros), and a prompt is computed. Any further growth of the process
+is due to the activations of a step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_STATES = 3
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the resident bytes of this process."""
     status = Path("/proc/self/status").read_text().split()
     return int(status[status.index("VmRSS:") + 1]) * 1024
 

@@ -3,19 +3,19 @@
     python benchmarks/offload.py [--gb 4] [--cap 1GB] [--sequences 64] [--rounds 3] [--folder PATH]
     python benchmarks/offload.py --experts [--cap 900MB] [--sequences 1]
 
-Makes a checkpoint of random weights in Qwen3's shape, or with `--experts` in Qwen3 MoE's: 16 layers of 64
-experts, of which each token chooses 8. Then Verbatim runs in turns as it is and reading all experts of
-every layer; random weights choose all experts about equally often, from which a cache gains least.
+Creates a checkpoint of random weights in Qwen3's shape, or with `--experts` in Qwen3 MoE's: 16 layers of 64
+experts, of which each token chooses 8. With `--experts`, Verbatim runs alternately as usual and reading all
+experts of every layer. Random weights choose all experts about equally often, the worst case for a cache.
 
-Each engine runs in a process of its own, which, after its imports, joins a control group with the memory
-limit (as root, with cgroup v1 or v2; otherwise only the peak is told). Both decode the same prompts; the
-time of a step is that of the steps behind the first token. A step takes at least as long as its reading and
-as its products. Both are measured in the same processes between two generations: reading by what the same
-file gives when nothing else runs, products on weights in memory. "Busy" is the share of a step that reading,
-or all that it computes (products, attention, norms, the draw) would take alone. As the latter is timed in
-the step itself, this shows waiting and overhead, not slow computing. Bytes read are the operating system's.
+Each engine runs in a new process, which, after its imports, joins a control group with the memory limit (as
+root, with cgroup v1 or v2; otherwise only the peak is reported). Both decode the same prompts; the time of a
+step is that of the steps after the first token. A step takes at least as long as its reads and as its matrix
+products. Both are measured in the same processes between two generations: reads from the same file while
+nothing else runs, products on weights in memory. "Busy" is the share of a step that the reads, or all
+computation (products, attention, norms, sampling), would take alone. Computation is timed within the step,
+so this shows waiting and overhead, not slow computation. Bytes read are the operating system's figures.
 
-`--quick` is a small run to see that all is well. Figures of a shared machine: compare ratios.
+`--quick` is a small run for a test. On a shared machine, compare ratios.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from typing import Any
 
 import torch
 
-_CACHED = 1 << 24  # random numbers, of which all weights are made
+_CACHED = 1 << 24  # random numbers, from which all weights are copied
 
 
 def dense_config(gb: float) -> Any:
-    """Return a config of about so many gigabytes in bfloat16."""
+    """Return a config of about `gb` gigabytes in bfloat16."""
     from transformers import Qwen3Config
 
     vocab = 151_936 if gb >= 2 else 8_192
@@ -95,9 +95,9 @@ def make_checkpoint(folder: Path, config: Any) -> None:
         if parameter.dim() == 1:
             parameter.data.fill_(1)
             continue
-        flat, own = parameter.data.view(-1), noise.roll(7919 * i)
+        flat, shifted = parameter.data.view(-1), noise.roll(7919 * i)
         for piece in flat.split(_CACHED):
-            piece.copy_(own[: len(piece)])
+            piece.copy_(shifted[: len(piece)])
     model.save_pretrained(folder, max_shard_size="1GB")
     os.sync()
 
@@ -106,7 +106,7 @@ def make_checkpoint(folder: Path, config: Any) -> None:
 
 
 def status(name: str) -> int:
-    """Return a line of /proc/self/status, in bytes."""
+    """Return a field of /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
 
@@ -117,23 +117,23 @@ def bytes_from_disk() -> int:
 
 
 class Group:
-    """A control group with a limit on the memory that this process takes while it is in it.
+    """A control group that limits the memory which this process allocates while it is in it.
 
     Attributes:
-        base: memory of the process when it was made, after the imports.
+        base: resident memory of the process at creation, after the imports.
     """
 
     def __init__(self, limit: int) -> None:
         gc.collect()
         root = Path("/sys/fs/cgroup/memory")
-        self.how, most = "cgroup v1", "memory.limit_in_bytes"
+        self.how, limit_file = "cgroup v1", "memory.limit_in_bytes"
         if not root.is_dir():
-            root, self.how, most = root.parent, "cgroup v2", "memory.max"
-        inside = root / f"offload-{os.getpid()}"
-        self._out, self._in = root / "cgroup.procs", inside / "cgroup.procs"
+            root, self.how, limit_file = root.parent, "cgroup v2", "memory.max"
+        group = root / f"offload-{os.getpid()}"
+        self._out, self._in = root / "cgroup.procs", group / "cgroup.procs"
         try:
-            inside.mkdir()
-            (inside / most).write_text(str(limit))
+            group.mkdir()
+            (group / limit_file).write_text(str(limit))
             self.enter()
         except OSError as error:
             self.how = f"no control group: {error.strerror}"
@@ -142,12 +142,12 @@ class Group:
         self.base = status("VmRSS")
 
     def enter(self) -> None:
-        """Count memory from here on, and the peak anew."""
+        """Join the group, and reset the peak."""
         self._in.write_text(str(os.getpid()))
         Path("/proc/self/clear_refs").write_text("5")
 
     def leave(self) -> None:
-        """Count what is taken from here on elsewhere."""
+        """Leave the group: later allocations do not count."""
         self._out.write_text(str(os.getpid()))
 
     @property
@@ -162,12 +162,13 @@ def limits(folder: Path, runner: Any, rows: int) -> tuple[float, float]:
 
     path = max(folder.glob("*.safetensors"), key=lambda p: p.stat().st_size)
     size = path.stat().st_size
-    machine._found.clear()  # of the plan
+    machine._measured.clear()  # figures of the plan
     whole = Stored("file", path, 0, size, torch.uint8, (size,))
-    found = machine.measure([whole], None, torch.bfloat16)
-    forecast = replace(runner.forecast, machine=found)
+    packing = runner.weights.units.packing
+    measured = machine.measure([whole], None, torch.bfloat16, packing=packing)
+    forecast = replace(runner.forecast, machine=measured)
     used = [unit for unit in forecast.shape.units if not unit.gathers]
-    return found.read_rate, sum(forecast.products_s(unit, rows) for unit in used)
+    return measured.read_rate, sum(forecast.products_s(unit, rows) for unit in used)
 
 
 def prompts(args: argparse.Namespace) -> list[list[int]]:
@@ -180,15 +181,15 @@ def prompts(args: argparse.Namespace) -> list[list[int]]:
 
 
 def child_verbatim(args: argparse.Namespace) -> dict[str, Any]:
-    from transformers import AutoModelForCausalLM  # noqa: F401  (as the other has)
+    from transformers import AutoModelForCausalLM  # noqa: F401  (as in the other child)
 
     from verbatim import LLM, Offload, SamplingParams
     from verbatim.batch import Batch
     from verbatim.placement.offload.units import Units
 
-    if args.whole:  # experts come with their layers
+    if args.whole:  # experts are read with their layers
         Units.split_experts = lambda self: None  # type: ignore[method-assign]
-    # All modules and the threads' stacks, which count against nobody's limit.
+    # Loads all modules and starts the threads, so that these do not count against the limit.
     with LLM(placement=Offload(gpu="200MB", weights=(0, 0, 100), policy=None)) as small:
         small.generate(["Once"], SamplingParams(max_tokens=2))
     group, start = Group(args.limit), time.perf_counter()
@@ -199,22 +200,22 @@ def child_verbatim(args: argparse.Namespace) -> dict[str, Any]:
         quantization=args.quantization,
         placement=Offload(gpu=args.cap, workload=(args.prompt, args.new), trace=args.trace),
     )
-    found: dict[str, Any] = {"how": group.how, "opened_s": time.perf_counter() - start}
+    results: dict[str, Any] = {"how": group.how, "opened_s": time.perf_counter() - start}
     runner: Any = llm.engine.runner
-    # When a forward begins, what was read and computed before, its rows if each is of another sequence.
+    # Of each forward: begin, bytes read and seconds computed before, rows if it is a decode step (or 0).
     marks: list[tuple[float, int, float, int]] = []
-    plain = runner.forward
+    original = runner.forward
 
     def forward(batch: Batch) -> Any:
         rows = batch.num_tokens if batch.num_tokens == batch.num_sequences else 0
         computed_s = runner.timings().compute_s + runner._measured.sample_s
         marks.append((time.perf_counter(), bytes_from_disk(), computed_s, rows))
-        return plain(batch)
+        return original(batch)
 
     runner.forward = forward
     steps: list[tuple[int, float, int, float]] = []  # rows, seconds, bytes, seconds of computing
     measured, peak = [], group.peak
-    # Drawn and not the likeliest: random weights repeat that, and with it the experts.
+    # Sampled: greedy decoding of random weights repeats one id, and with it the experts.
     params = SamplingParams(seed=1, max_tokens=1 + args.new, ignore_eos=True)
     for _ in range(args.rounds):
         group.leave()
@@ -229,11 +230,11 @@ def child_verbatim(args: argparse.Namespace) -> dict[str, Any]:
             for (*a, rows), (*b, later) in pairs
             if rows and later
         ]
-    rows = max(step[0] for step in steps)  # as many as have room for K and V
+    rows = max(step[0] for step in steps)  # as many as fit the KV cache
     full = [step[1:] for step in steps if step[0] == rows]
     step_s, read_per_step, computing_s = (median(column) for column in zip(*full, strict=True))
     table, info = llm.stats()["offload"], llm.info()
-    found |= {
+    results |= {
         "rows": rows,
         "step_s": step_s,
         "read_per_step": read_per_step,
@@ -250,7 +251,7 @@ def child_verbatim(args: argparse.Namespace) -> dict[str, Any]:
     }
     llm.close()
     gc.collect()
-    return found | {"left": status("VmRSS") - group.base}
+    return results | {"left": status("VmRSS") - group.base}
 
 
 def child_accelerate(args: argparse.Namespace) -> dict[str, Any]:
@@ -266,13 +267,13 @@ def child_accelerate(args: argparse.Namespace) -> dict[str, Any]:
             marks.append((time.perf_counter(), bytes_from_disk()))
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
-    where = {"model.embed_tokens": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    devices = {"model.embed_tokens": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     layers = AutoConfig.from_pretrained(args.folder).num_hidden_layers
-    where |= {f"model.layers.{i}": "cpu" if i < args.kept else "disk" for i in range(layers)}
+    devices |= {f"model.layers.{i}": "cpu" if i < args.kept else "disk" for i in range(layers)}
     with tempfile.TemporaryDirectory(dir=Path(args.folder).parent) as spare, torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(
             args.folder,
-            device_map={**where, "lm_head": "disk"},
+            device_map={**devices, "lm_head": "disk"},
             offload_folder=spare,
             dtype=torch.bfloat16,
         )
@@ -293,19 +294,19 @@ def child_accelerate(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def child(engine: str, args: argparse.Namespace, **more: Any) -> dict[str, Any] | None:
-    """Run an engine; return None, and say so, where it fails."""
+    """Run an engine in a child process; report a failure and return None."""
     for path in Path(args.folder).glob("*.safetensors"):
-        with path.open("rb") as file:  # what is cached counts against nobody's limit
+        with path.open("rb") as file:  # the page cache does not count against the limit
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     settings = {**vars(args), "engine": engine, **more}
     command = [sys.executable, __file__, "--child", json.dumps(settings, default=str)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
-        said = run.stderr.strip().splitlines()[-1:] or ["(nothing)"]
-        print(f"  {engine} {more} ended with {run.returncode}: {said[0][:200]}")
+        message = run.stderr.strip().splitlines()[-1:] or ["(nothing)"]
+        print(f"  {engine} {more} ended with {run.returncode}: {message[0][:200]}")
         return None
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return found
+    results: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return results
 
 
 def main() -> None:
@@ -333,11 +334,11 @@ def main() -> None:
     if args.quick:
         args.gb, args.cap, args.new, args.rounds, args.sequences = 0.3, "150MB", 4, 1, 8
 
-    from verbatim.checks import memory_bytes
+    from verbatim.common.checks import memory_bytes
 
     cap = memory_bytes(args.cap, 1 << 62)
-    args.limit, made = int(cap * 1.15), args.folder is None
-    folder = Path(tempfile.mkdtemp(prefix="verbatim-checkpoint-") if made else args.folder)
+    args.limit, is_temporary = int(cap * 1.15), args.folder is None
+    folder = Path(tempfile.mkdtemp(prefix="verbatim-checkpoint-") if is_temporary else args.folder)
     args.folder = str(folder)
     try:
         if not any(folder.glob("*.safetensors")):
@@ -353,31 +354,31 @@ def main() -> None:
         else:
             report(args, cap)
     finally:
-        if made and not args.keep:
+        if is_temporary and not args.keep:
             shutil.rmtree(folder)
 
 
 def run_verbatim(args: argparse.Namespace, cap: int, *, whole: bool = False) -> float:
-    """Run Verbatim, print what it took, and return its tokens/s; `whole`: reading all experts."""
-    found = child("verbatim", args, whole=whole)
-    if found is None:
+    """Run Verbatim, print its figures, and return its tokens/s. `whole`: all experts are read."""
+    results = child("verbatim", args, whole=whole)
+    if results is None:
         raise SystemExit(1)
-    step, rate = found["step_s"], found["rows"] / found["step_s"]
-    io_s, products_s = found["weights_per_step"] / found["bandwidth"], found["products_s"]
-    limit, busy = max(io_s, products_s), max(io_s, found["computing_s"])
+    step, rate = results["step_s"], results["rows"] / results["step_s"]
+    io_s, products_s = results["weights_per_step"] / results["bandwidth"], results["products_s"]
+    limit, busy = max(io_s, products_s), max(io_s, results["computing_s"])
     print(
-        f"{found['plan']}\n"
-        f"verbatim: step of {found['rows']} rows {step:.3f} s ({rate:.1f} tokens/s), opened in "
-        f"{found['opened_s']:.1f} s; {found['how']}; {found['experts']}\n"
-        f"  limit {limit:.3f} s: reading {found['weights_per_step'] / 1e9:.2f} GB of weights at "
-        f"{found['bandwidth'] / 1e9:.2f} GB/s takes {io_s:.3f} s, products {products_s:.3f} s; "
+        f"{results['plan']}\n"
+        f"verbatim: step of {results['rows']} rows {step:.3f} s ({rate:.1f} tokens/s), opened in "
+        f"{results['opened_s']:.1f} s; {results['how']}; {results['experts']}\n"
+        f"  limit {limit:.3f} s: reading {results['weights_per_step'] / 1e9:.2f} GB of weights at "
+        f"{results['bandwidth'] / 1e9:.2f} GB/s takes {io_s:.3f} s, products {products_s:.3f} s; "
         f"reached {100 * limit / step:.0f} %; busy {100 * busy / step:.0f} %: computing takes "
-        f"{found['computing_s']:.3f} s\n"
-        f"  predicted {found['predicted_s']:.3f} s a forward, actual {found['actual_s']:.3f} s; "
-        f"{found['kv_share_on_disk']:.0f} % of K and V on the disk\n"
-        f"  read from disk per step {found['read_per_step'] / 1e9:.2f} GB, peak over the baseline "
-        f"{found['peak'] / 1e9:.3f} GB ({100 * found['peak'] / cap:.0f} % of the cap), left after close "
-        f"{found['left'] / 1e6:.0f} MB"
+        f"{results['computing_s']:.3f} s\n"
+        f"  predicted {results['predicted_s']:.3f} s a forward, actual {results['actual_s']:.3f} s; "
+        f"{results['kv_share_on_disk']:.0f} % of K and V on the disk\n"
+        f"  read from disk per step {results['read_per_step'] / 1e9:.2f} GB, peak over the baseline "
+        f"{results['peak'] / 1e9:.3f} GB ({100 * results['peak'] / cap:.0f} % of the cap), left after close "
+        f"{results['left'] / 1e6:.0f} MB"
     )
     return float(rate)
 

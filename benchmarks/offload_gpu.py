@@ -1,10 +1,10 @@
-"""A model that does not fit on a GPU: step time beside its limit, and beside accelerate's `device_map`.
+"""A model that does not fit on a GPU: step time, compared with its limit and accelerate's `device_map`.
 
     python benchmarks/offload_gpu.py --layers 8 --share 0.4
 
 Random weights in the shape of an 8B model are written to /dev/shm. `--share` of their bytes is the budget of
-the GPU, with K and V and buffers; the other weights lie in RAM. The limit of a step is the larger of the time
-to copy these over the bus, at the measured rate, and the step of the model that lies on the GPU.
+the GPU, including K and V and buffers; the other weights are in RAM. The limit of a step is the larger of the
+time to copy these over the bus, at the measured rate, and the step time with all weights on the GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GPU = torch.device("cuda", 0)
 
 
 def write_model(folder: Path, layers: int) -> int:
-    """Write a model of so many layers; return the bytes of its weights."""
+    """Write a model of `layers` layers; return the bytes of its weights."""
     config = Qwen3Config(
         vocab_size=32_000,
         hidden_size=4096,
@@ -75,11 +75,11 @@ def main() -> None:
     parser.add_argument("--peer", action="store_true", help="measure accelerate, too")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), **vars(args)}
+    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), **vars(args)}
     try:
-        nbytes = found["weight_bytes"] = write_model(folder, args.layers)
+        nbytes = results["weight_bytes"] = write_model(folder, args.layers)
         gpu, common = int(args.share * nbytes), dict(device="cuda", max_length=256)
-        bus = found["bus_bytes_per_s"] = _copying(_GPU)
+        bus = results["bus_bytes_per_s"] = _copying(_GPU)
         for deterministic in args.modes.split():
             mode: dict[str, Any] = {"deterministic": deterministic == "True", **common}
             with LLM(str(folder), kv_memory="1GB", **mode) as llm:
@@ -93,7 +93,7 @@ def main() -> None:
                 copied = sum(use.nbytes for use in runner.weights._copied.values())
                 info = llm.info()
             limit = max(copied / bus, resident_s)
-            found[f"deterministic={deterministic}"] = {
+            results[f"deterministic={deterministic}"] = {
                 "plan": info["plan_summary"],
                 "same tokens": ids == expected,
                 "opened_s": opened_s,
@@ -114,8 +114,8 @@ def main() -> None:
                 begin = time.perf_counter()
                 theirs.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
                 times.append(time.perf_counter() - begin)
-            found["accelerate_step_s"] = (times[1] - times[0]) / 6
-        print(json.dumps(found, indent=1))
+            results["accelerate_step_s"] = (times[1] - times[0]) / 6
+        print(json.dumps(results, indent=1))
     finally:
         shutil.rmtree(folder)
 

@@ -1,4 +1,4 @@
-"""Draw some steps of a trace: which layers are read while which compute.
+"""Draw some steps of an offload trace: the layers that are read, and those that compute meanwhile.
 
     python benchmarks/offload_picture.py trace.json picture.png [--from 1.5] [--seconds 1.0]
 
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def draw(spans: list[dict[str, Any]], begin: float | None, seconds: float, path: Path) -> None:
-    """One row for each kind of work; neighbouring layers alternate in shade."""
+    """Draw a row for each kind of work; neighbouring layers alternate in shade."""
     import matplotlib
 
     matplotlib.use("Agg")

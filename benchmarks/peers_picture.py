@@ -54,7 +54,7 @@ def draw(run: dict[str, Any], path: Path) -> None:
 
 
 def _panel(axes: Any, cells: list[dict[str, Any]], prompt: int, count: int) -> None:
-    """One group of bars for each weight format."""
+    """Draw a group of bars for each weight format."""
     for place, name in enumerate(FORMATS):
         key = (name, prompt, count)
         cell = next(c for c in cells if (c["format"], c["prompt"], c["rows"]) == key)

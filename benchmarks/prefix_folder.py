@@ -1,10 +1,10 @@
-"""The first token after a restart, with and without the prompt's prefix in a folder.
+"""The time to the first token after a restart, with and without the prompt's prefix in a folder.
 
     python benchmarks/prefix_folder.py [--tokens 10000] [--layers 8] [--width 512] [--rounds 3]
 
 A model of Qwen3's architecture with random weights, saved to a temporary folder; each engine is opened in a
-process of its own. The files were written a moment before, so they are read from the page cache. Log-probs
-of all runs must have the same bits.
+new process. The files were written a moment before, so they are read from the page cache. Log-probs of all
+runs must be bitwise equal.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def main() -> None:
         make_model(torch.bfloat16, **shape).save_pretrained(model)
         without = [run(model, None, args.tokens) for _ in range(args.rounds)]
         first = run(model, folder, args.tokens)
-        kept = [path.stat().st_size for path in folder.iterdir()]
+        sizes = [path.stat().st_size for path in folder.iterdir()]
         again = [run(model, folder, args.tokens) for _ in range(args.rounds)]
     runs = [*without, first, *again]
     assert all(one["made"] == first["made"] for one in runs), "other bits"
     assert not any(one["cached"] for one in [*without, first])
     assert all(one["cached"] > args.tokens - 17 for one in again)
     plain, read = (statistics.median(r["first_token_s"] for r in rs) for rs in (without, again))
-    print(f"{args.tokens} tokens, {len(kept)} files of {sum(kept) / 1e6:.1f} MB together")
+    print(f"{args.tokens} tokens, {len(sizes)} files of {sum(sizes) / 1e6:.1f} MB together")
     print(f"first token without the folder: {plain:.2f} s; while it is written: ", end="")
     print(f"{first['first_token_s']:.2f} s, and {first['close_s']:.2f} s to close")
     print(f"first token after a restart: {read:.3f} s, {100 * read / plain:.1f} %; same bits")

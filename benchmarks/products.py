@@ -1,16 +1,14 @@
-"""Matrix products at Qwen3-0.6B's shapes, beside torch's.
+"""Matrix products at Qwen3-0.6B's shapes, compared with torch's.
 
     python benchmarks/products.py [--dtype bfloat16] [--format bf16,int8,int4,w8a8,w4a8] [--rows 1,8,32]
                                   [--threads 2] [--quick]
 
-Beside ours stand `F.linear`, for int8 `torch._weight_int8pack_mm` (a scale for each column), for int4
-`torch.ops.aten._weight_int4pack_mm_for_cpu` (groups of 64, as ours); both leave activations as they are, as
-ours do but for w8a8 and w4a8.
+torch's are `F.linear`, `torch._weight_int8pack_mm` (a scale for each column), and for int4
+`torch.ops.aten._weight_int4pack_mm_for_cpu` (groups of 64, as ours). Only w8a8 and w4a8 quantize activations.
 
-Weights come from memory: each round runs through matrices that together do not fit the last cache.
-The two are interleaved, and medians of rounds are compared, so a busy machine shows in both. The
-limits are measured too: bytes a second of a plain read, operations a second of the better of the two
-on large square matrices.
+Weights come from memory: each round uses matrices that together exceed the last-level cache. The two sides
+alternate, and medians of rounds are compared, so a busy machine slows both. The limits are measured, too:
+bytes per second of a plain read, and operations per second of the faster side on large square matrices.
 On a machine shared with others, `--threads 1` counts the thread's own CPU time instead of the clock.
 """
 
@@ -30,10 +28,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from verbatim import kernels
-from verbatim.model.products import Packed, linear
-from verbatim.model.quantization import resolve_quantization
-from verbatim.model.quantize import pack
-from verbatim.model.weight_packing import WeightPacking
+from verbatim.model.products import linear
+from verbatim.quantization.formats import resolve_quantization
+from verbatim.quantization.matrix import QuantizedMatrix, pack
 
 SHAPES = {  # name: (N, K)
     "q": (2048, 1024),
@@ -57,7 +54,7 @@ def medians(
     rounds: int,
     clock: Callable[[], float],
 ) -> dict[str, float]:
-    """Median seconds a call, every round running each function over all operands."""
+    """Return the median seconds per call; every round runs each function over all operands."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
@@ -69,7 +66,7 @@ def medians(
 
 
 def read_limit(clock: Callable[[], float]) -> float:
-    """Bytes a second of a sum over 512 MB."""
+    """Return the bytes per second of a sum over 512 MB."""
     data = torch.ones(64 << 20, dtype=torch.float64)
     return data.nbytes / min(
         medians({"read": torch.sum}, [data], 1, clock)["read"] for _ in range(5)
@@ -77,7 +74,7 @@ def read_limit(clock: Callable[[], float]) -> float:
 
 
 def compute_limit(dtype: torch.dtype, clock: Callable[[], float]) -> float:
-    """Operations a second of the product of two 2048 x 2048 matrices, torch's or ours, at its best."""
+    """Return the best operations per second of a 2048 x 2048 matrix product, torch's or ours."""
     matrix = torch.randn(2048, 2048).to(dtype)
     calls: dict[str, Callable[[Tensor], object]] = {
         "torch": lambda other: F.linear(matrix, other),
@@ -89,7 +86,7 @@ def compute_limit(dtype: torch.dtype, clock: Callable[[], float]) -> float:
 
 @dataclass
 class Operand:
-    """One matrix, as ours and as torch reads it."""
+    """One matrix, in our layout and in torch's."""
 
     ours: Tensor
     theirs: tuple[Tensor, ...]
@@ -98,7 +95,7 @@ class Operand:
 def operands(
     form: str, num_out: int, depth: int, dtype: torch.dtype
 ) -> tuple[list[Operand], Calls]:
-    """Matrices that together do not fit the caches, and the products of x with one of them."""
+    """Return matrices that together exceed the caches, and the products of x with one of them."""
     weight = torch.randn(num_out, depth).to(dtype)
     if form == "bf16":
         one = Operand(weight, (weight,))
@@ -109,7 +106,7 @@ def operands(
     else:
         kind = resolve_quantization(form)
         assert kind is not None
-        packing = WeightPacking((num_out, depth), dtype, kind)
+        packing = kind.packing((num_out, depth), dtype)
         codes = torch.randint(-128, 128, (num_out, depth), dtype=torch.int8)
         if kind.bits == 8:
             theirs: tuple[Tensor, ...] = (codes, torch.ones(num_out, dtype=dtype))
@@ -124,7 +121,7 @@ def operands(
                 if kind.bits == 8
                 else int4(x, w.theirs[0], 64, w.theirs[1])
             ),
-            "ours": lambda x, w: linear(x, Packed(w.ours, packing)),
+            "ours": lambda x, w: linear(x, QuantizedMatrix(w.ours, packing)),
         }
     count = max(1, COLD_BYTES // one.ours.nbytes)
     copies = [Operand(one.ours.clone(), tuple(t.clone() for t in one.theirs)) for _ in range(count)]
@@ -159,12 +156,12 @@ def main() -> None:
         nbytes = weights[0].ours.nbytes
         for num_rows in map(int, args.rows.split(",")):
             if num_rows > 64 and name == "head":
-                continue  # logits are wanted of few rows
+                continue  # logits are computed for few rows
             x = torch.randn(num_rows, depth).to(dtype)
             calls = {key: functools.partial(call, x) for key, call in products.items()}
-            some = weights if num_rows <= 64 else weights[: max(1, len(weights) // 8)]
+            used = weights if num_rows <= 64 else weights[: max(1, len(weights) // 8)]
             with torch.inference_mode():
-                seconds = medians(calls, some, 3 if args.quick else 11, clock)
+                seconds = medians(calls, used, 3 if args.quick else 11, clock)
             ours = seconds["ours"]
             bandwidth, flops = nbytes / ours, 2 * num_rows * num_out * depth / ours
             share = max(bandwidth / bytes_limit, flops / compute)

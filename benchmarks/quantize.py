@@ -1,12 +1,12 @@
 """The cost of quantized weights in perplexity, the bytes they save, and how fast they are unpacked.
 
     python benchmarks/quantize.py              # the packaged model on stories that it was not trained on
-    python benchmarks/quantize.py --activations    # the same with activations in 8 bits beside as they are
-    python benchmarks/quantize.py --formats    # ways to spend the same bits, on its matrices and random ones
+    python benchmarks/quantize.py --activations    # the same, with and without activations in 8 bits
+    python benchmarks/quantize.py --formats    # other formats of equal size, on its matrices and random ones
     python benchmarks/quantize.py --speed      # unpacking 4096 x 4096, by rows and by columns
 
 Logit errors are those of one position of each text, against float32: the largest, and the root mean square
-over that of the logits around their mean. "Top id" is the share of texts whose likeliest next id is the same.
+relative to that of the centered logits. "Top id" is the share of texts with the same likeliest next id.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ import torch
 from torch import Tensor
 
 from verbatim import LLM, SamplingParams, kernels, storyteller
-from verbatim.model.quantization import GROUP_SIZES, Quantization
-from verbatim.model.quantize import pack, unpack
-from verbatim.model.weight_packing import WeightPacking
+from verbatim.quantization.formats import GROUP_SIZES, Quantization
+from verbatim.quantization.matrix import pack, unpack
 
 _LENGTH = 512
 
 
 def texts(count: int) -> list[str]:
-    """Documents of the held-out seeds."""
+    """Return documents of held-out seeds."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "storyteller"))
     import data
 
@@ -42,11 +41,11 @@ def texts(count: int) -> list[str]:
 def look(
     ids: list[list[int]], dtype: str, quantization: Any
 ) -> tuple[float, Tensor, dict[str, Any]]:
-    """Mean log-prob of a token, the logits in the middle of each text, and what `info` tells."""
-    found: dict[tuple[int, ...], Tensor] = {}
+    """Return the mean log-prob of a token, the logits in the middle of each text, and `LLM.info()`."""
+    logits_of: dict[tuple[int, ...], Tensor] = {}
 
-    def note(seen: Any, logits: Tensor) -> Tensor:
-        found[tuple(int(i) for i in seen)] = logits.float().clone()
+    def note(prefix: Any, logits: Tensor) -> Tensor:
+        logits_of[tuple(int(i) for i in prefix)] = logits.float().clone()
         return logits
 
     middles = [row[: 2 + 7 * i % (len(row) - 2)] for i, row in enumerate(ids)]
@@ -56,7 +55,7 @@ def look(
         info = llm.info()
     logprobs = [x for result in results for x in (result.prompt_logprobs or [])[1:]]
     mean = math.fsum(logprobs) / len(logprobs)
-    return mean, torch.stack([found[tuple(row)] for row in middles]), info
+    return mean, torch.stack([logits_of[tuple(row)] for row in middles]), info
 
 
 def errors(args: argparse.Namespace) -> None:
@@ -84,26 +83,26 @@ def errors(args: argparse.Namespace) -> None:
     kinds: list[tuple[str, Quantization | None]] = [("float32", None), ("bfloat16", None)]
     kinds += [("float32", q) for q in packed]
     kinds += [("bfloat16", q) for q in packed if q.group_size == 64 and q.head_bits == 8]
-    exact, want = 0.0, torch.empty(0)
+    exact, expected = 0.0, torch.empty(0)
     for dtype, quantization in kinds:
         mean, logits, info = look(ids, dtype, quantization)
-        if not len(want):
-            exact, want = mean, logits
-        told = info.get("quantization") or {}
-        wrong, around = logits - want, want - want.mean(-1, keepdim=True)
-        rms = (wrong.square().mean() / around.square().mean()).sqrt()
-        same = (logits.argmax(-1) == want.argmax(-1)).float().mean()
+        if not len(expected):
+            exact, expected = mean, logits
+        details = info.get("quantization") or {}
+        error, centered = logits - expected, expected - expected.mean(-1, keepdim=True)
+        rms = (error.square().mean() / centered.square().mean()).sqrt()
+        same = (logits.argmax(-1) == expected.argmax(-1)).float().mean()
         growth = math.exp(exact - mean) - 1
         cells = [dtype if quantization is None else f"{quantization.name}, {dtype}"]
         cells += [
             f"{info['weight_bytes'] * 8 / info['parameters']:.2f}",
             f"{info['weight_bytes']:,}",
-            f"{told.get('relative_error', 0):.2%}",
+            f"{details.get('relative_error', 0):.2%}",
         ]
         cells += [
             f"{math.exp(-mean):.4f} ({growth:+.2%})",
             f"{rms:.2%}",
-            f"{wrong.abs().max():.2f}",
+            f"{error.abs().max():.2f}",
         ]
         print(f"| {' | '.join(cells)} | {same:.1%} |")
 
@@ -112,7 +111,7 @@ def errors(args: argparse.Namespace) -> None:
 
 
 def ends(x: Tensor, bits: int, group: int, heads: torch.dtype) -> Tensor:
-    """Least element and step of each group, both in `heads`."""
+    """Quantize with the minimum and the step of each group, both in dtype `heads`."""
     parts, levels = x.view(len(x), -1, group), 2**bits - 1
     low = parts.amin(-1, keepdim=True).to(heads).float()
     scale = ((parts.amax(-1, keepdim=True) - low) / levels).to(heads).float()
@@ -121,7 +120,7 @@ def ends(x: Tensor, bits: int, group: int, heads: torch.dtype) -> Tensor:
 
 
 def symmetric(x: Tensor, bits: int, group: int, heads: torch.dtype) -> Tensor:
-    """One step of each group, codes on both sides of zero."""
+    """Quantize with one step per group, and codes on both sides of zero."""
     parts, levels = x.view(len(x), -1, group), 2 ** (bits - 1) - 1
     scale = (parts.abs().amax(-1, keepdim=True) / levels).to(heads).float()
     codes = torch.where(scale > 0, parts / scale, 0.0).round().clamp(-levels - 1, levels)
@@ -129,16 +128,16 @@ def symmetric(x: Tensor, bits: int, group: int, heads: torch.dtype) -> Tensor:
 
 
 def ours(x: Tensor, bits: int, group: int, heads: torch.dtype) -> Tensor:
-    packing = WeightPacking(tuple(x.shape), x.dtype, Quantization(bits, group))
+    packing = Quantization(bits, group).packing(x.shape, x.dtype)
     return unpack(pack(x, packing), packing)
 
 
 def matrices() -> Iterator[tuple[str, list[Tensor]]]:
-    """Rows of a multiple of 128 elements."""
+    """Yield named matrices, with rows of a multiple of 128 elements."""
     from safetensors.torch import load_file
 
-    found = load_file(storyteller.path() / "model.safetensors")
-    linear = [w.float() for n, w in found.items() if n.endswith("_proj.weight")]
+    tensors = load_file(storyteller.path() / "model.safetensors")
+    linear = [w.float() for n, w in tensors.items() if n.endswith("_proj.weight")]
     yield "storyteller", [w[:, : w.shape[1] // 128 * 128].contiguous() for w in linear]
     noise = torch.Generator().manual_seed(0)
     normal = torch.randn(512, 2048, generator=noise)
@@ -159,20 +158,20 @@ def formats(args: argparse.Namespace) -> None:
         ("symmetric, scale in bf16", symmetric, bf16, 1),
         ("symmetric, scale in float32", symmetric, f32, 1),
     ]
-    for name, found in matrices():
+    for name, weights in matrices():
         print(f"\n{name}: bits a weight, relative error\n")
         print("| | " + " | ".join(f"int{b}, {g}" for b in (8, 4) for g in GROUP_SIZES) + " |")
         print("| --- " * 7 + "|")
-        for title, way, heads, count in kinds:
+        for title, quantize, heads, count in kinds:
             cells = []
             for bits in (8, 4):
                 for group in GROUP_SIZES:
-                    wrong = sum(
-                        float((way(w, bits, group, heads) - w).square().sum()) for w in found
+                    error = sum(
+                        float((quantize(w, bits, group, heads) - w).square().sum()) for w in weights
                     )
-                    all_of_it = sum(float(w.square().sum()) for w in found)
+                    norm = sum(float(w.square().sum()) for w in weights)
                     size = bits + 8 * count * heads.itemsize / group
-                    cells.append(f"{size:.2f}: {math.sqrt(wrong / all_of_it):.3%}")
+                    cells.append(f"{size:.2f}: {math.sqrt(error / norm):.3%}")
             print(f"| {title} | {' | '.join(cells)} |")
 
 
@@ -189,8 +188,8 @@ def speed(args: argparse.Namespace) -> None:
         weight = torch.randn(4096, 4096).to(dtype)
         for columns in (False, True):
             for bits in (8, 4):
-                packing = WeightPacking((4096, 4096), dtype, Quantization(bits), columns)
-                packed, out = pack(weight, packing), torch.empty_like(weight)
+                packing = Quantization(bits).packing((4096, 4096), dtype, columns)
+                packed = pack(weight, packing)
                 cells = [f"{str(dtype)[6:]}, int{bits}, {'columns' if columns else 'rows'}"]
                 for backend in (kernels.instruction_set() or "none", "none"):
                     for threads in (1, 2):
@@ -199,16 +198,18 @@ def speed(args: argparse.Namespace) -> None:
                         for _ in range(3 if backend == "none" else 15):
                             begin = time.perf_counter()
                             with kernels.using(backend):
-                                unpack(packed, packing, out=out)
+                                unpack(packed, packing)
                             times.append(time.perf_counter() - begin)
-                        cells.append(f"{out.nbytes / min(times) / 1e9:.1f}")
+                        cells.append(f"{weight.nbytes / min(times) / 1e9:.1f}")
                 print(f"| {' | '.join(cells)} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--texts", type=int, default=150)
-    parser.add_argument("--activations", action="store_true", help="in 8 bits, beside as they are")
+    parser.add_argument(
+        "--activations", action="store_true", help="also measure activations in 8 bits"
+    )
     parser.add_argument("--formats", action="store_true")
     parser.add_argument("--speed", action="store_true")
     args = parser.parse_args()

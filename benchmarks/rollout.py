@@ -2,17 +2,17 @@
 
     python benchmarks/rollout.py [--layers 28] [--prompts 16] [--group 8] [--rounds 3]
 
-Prompts of 64 to 256 tokens, each with a group of completions drawn at temperature 1. One id, biased so that
-the model hits it about once in 64 tokens, ends a completion, not before its 32nd token and at the 128th at
-the latest, so lengths vary fourfold. What is wanted is what a policy-gradient loss needs: ids, masks, and
-the log-probs of the model.
+Prompts have 64 to 256 tokens, each with a group of completions drawn at temperature 1. A completion ends with
+one id, biased to occur about once in 64 tokens, but not before the 32nd token, and after 128 tokens at the
+latest, so lengths vary fourfold. The output is what a policy-gradient loss needs: ids, masks, and the model's
+log-probs.
 
-transformers generates from the batch in which each prompt is repeated for its group, until the last row ends,
-and computes the log-probs in a second forward over the padded rows, in batches of eight, with logits for the
-completions alone. Verbatim has both from one call. They run the same module in one process and take turns;
+transformers repeats each prompt for its group in one batch, generates until the last row ends, and computes
+the log-probs in a second forward over the padded rows, in batches of eight, with logits only for the
+completions. Verbatim returns both from one call. They run the same module in one process and take turns;
 figures are medians over the rounds, and only tokens up to the end of a row count. The limit is the time to
-read the weights once in each of Verbatim's forwards, at the measured bandwidth; neither K and V nor
-arithmetic are in it.
+read the weights once in each of Verbatim's forwards, at the measured bandwidth; it includes neither K and V
+nor arithmetic.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from verbatim import LLM, SamplingParams, rl
 
 PROMPT, RESPONSE = (64, 256), (32, 128)  # tokens, both ends included
 END, ENDS_ONCE_IN = 7, 64  # an id, and tokens
-SCORED_ROWS = 8  # of one forward for log-probs
+SCORED_ROWS = 8  # rows per forward for log-probs
 
 
 def make_prompts(count: int, vocab_size: int) -> list[list[int]]:
@@ -44,7 +44,7 @@ def make_prompts(count: int, vocab_size: int) -> list[list[int]]:
 
 
 def bias_for(vocab_size: int) -> float:
-    """Makes one id of a nearly even distribution come once in so many tokens."""
+    """Return the bias with which one of equally likely ids is drawn once in `ENDS_ONCE_IN` tokens."""
     return math.log(vocab_size / ENDS_ONCE_IN)
 
 
@@ -57,8 +57,8 @@ def run_verbatim(llm: LLM, prompts: list[list[int]], end: int, group: int) -> An
         logit_bias={end: bias_for(llm.info()["vocab_size"])},
     )
     start = time.perf_counter()
-    found = rl.rollout(llm, prompts, params, group_size=group)
-    return time.perf_counter() - start, found.response_lengths.flatten().tolist(), found
+    result = rl.rollout(llm, prompts, params, group_size=group)
+    return time.perf_counter() - start, result.response_lengths.flatten().tolist(), result
 
 
 def run_transformers(model: Any, prompts: list[list[int]], end: int, group: int) -> Any:
@@ -74,7 +74,7 @@ def run_transformers(model: Any, prompts: list[list[int]], end: int, group: int)
     ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     with torch.inference_mode():
-        made = model.generate(
+        sequences = model.generate(
             ids,
             attention_mask=mask,
             do_sample=True,
@@ -88,17 +88,17 @@ def run_transformers(model: Any, prompts: list[list[int]], end: int, group: int)
             pad_token_id=0,
         )
         generated = time.perf_counter() - start
-        response = made[:, width:]
+        response = sequences[:, width:]
         is_end = (response == end).long()
         lengths = ((is_end.cumsum(1) - is_end) == 0).sum(1)
-        acted = torch.arange(response.shape[1]) < lengths[:, None]
-        whole = torch.cat([mask, acted.long()], dim=1)
+        is_response = torch.arange(response.shape[1]) < lengths[:, None]
+        whole = torch.cat([mask, is_response.long()], dim=1)
         positions = (whole.cumsum(1) - 1).clamp(min=0)
         pieces = []
-        for first in range(0, len(made), SCORED_ROWS):
+        for first in range(0, len(sequences), SCORED_ROWS):
             part = slice(first, first + SCORED_ROWS)
             logits = model(
-                input_ids=made[part],
+                input_ids=sequences[part],
                 attention_mask=whole[part],
                 position_ids=positions[part],
                 logits_to_keep=response.shape[1] + 1,
@@ -106,7 +106,7 @@ def run_transformers(model: Any, prompts: list[list[int]], end: int, group: int)
             ).logits[:, :-1]
             chosen = response[part, :, None]
             pieces.append(logits.float().log_softmax(-1).gather(-1, chosen)[..., 0])
-        torch.cat(pieces).masked_fill(~acted, 0)
+        torch.cat(pieces).masked_fill(~is_response, 0)
     return time.perf_counter() - start, lengths.tolist(), generated
 
 
@@ -134,20 +134,20 @@ def main() -> None:
     with LLM(model) as llm:
         for number in range(options.rounds):
             before = llm.stats()["forwards"]
-            taken, lengths, _ = run_verbatim(llm, prompts, END, options.group)
+            seconds, lengths, _ = run_verbatim(llm, prompts, END, options.group)
             forwards = llm.stats()["forwards"] - before
-            ours.append(sum(lengths) / taken)
-            fractions.append(forwards * weights / bandwidth / taken)
+            ours.append(sum(lengths) / seconds)
+            fractions.append(forwards * weights / bandwidth / seconds)
             print(
-                f"round {number}: verbatim     {ours[-1]:7.1f} tokens/s  ({taken:6.1f} s, {sum(lengths)} "
+                f"round {number}: verbatim     {ours[-1]:7.1f} tokens/s  ({seconds:6.1f} s, {sum(lengths)} "
                 f"tokens, rows of {min(lengths)} to {max(lengths)}, {forwards} forwards)",
                 flush=True,
             )
-            taken, lengths, generated = run_transformers(model, prompts, END, options.group)
-            theirs.append(sum(lengths) / taken)
-            shares.append(generated / taken)
+            seconds, lengths, generated = run_transformers(model, prompts, END, options.group)
+            theirs.append(sum(lengths) / seconds)
+            shares.append(generated / seconds)
             print(
-                f"         transformers {theirs[-1]:7.1f} tokens/s  ({taken:6.1f} s, {sum(lengths)} "
+                f"         transformers {theirs[-1]:7.1f} tokens/s  ({seconds:6.1f} s, {sum(lengths)} "
                 f"tokens, rows of {min(lengths)} to {max(lengths)}, {generated:.1f} s of them generating)",
                 flush=True,
             )

@@ -1,8 +1,8 @@
-"""What a step of sampling costs: the kernel, the torch reference, transformers' warpers + multinomial.
+"""The time of a sampling step: the kernel, the torch reference, transformers' warpers + multinomial.
 
     python benchmarks/sampling.py [--rows 1 8 32] [--vocab 151936] [--repeats 15] [--threads 2]
 
-The three take turns within every repeat, so that a busy moment of the machine meets them all; the
+The three take turns within every repeat, so that other work on the machine affects all of them. The
 figures are medians over the repeats, with the fastest repeat of the kernel beside its median.
 """
 
@@ -49,16 +49,16 @@ def transformers_step(logits: Tensor, params: dict[str, Any]) -> Tensor:
 
 
 def measure(steps: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each step in each repeat; a slow step takes part in the first three."""
+    """Return the milliseconds of each step in each repeat; a slow step runs only in the first three."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repeats):
         for name, step in steps.items():
-            taken = times[name]
-            if len(taken) >= 3 and statistics.median(taken) > 200:
+            durations = times[name]
+            if len(durations) >= 3 and statistics.median(durations) > 200:
                 continue
             start = time.perf_counter()
             step()
-            taken.append((time.perf_counter() - start) * 1e3)
+            durations.append((time.perf_counter() - start) * 1e3)
     return times
 
 
@@ -72,7 +72,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    # A model's shape: a broad floor of unlikely ids under a few hundred likely ones.
+    # Like a model's logits: a few hundred likely ids and many unlikely ones.
     logits = torch.randn(max(args.rows), args.vocab) * 2
     logits += 8 * (torch.rand_like(logits) < 2e-3)
     logits = logits.to(getattr(torch, args.dtype))
@@ -82,13 +82,13 @@ def main() -> None:
     print(f"{'ms a step':28}{'rows':>5}{'kernel':>10}{'(best)':>10}{'reference':>11}{'hf':>10}")
     for name, params in CASES.items():
         for num_rows in args.rows:
-            some = logits[:num_rows]
+            batch = logits[:num_rows]
             plan = SamplePlan(
                 [SampleRow(SamplingParams(**params), 7, b, 100) for b in range(num_rows)]
             )
 
-            def step(some: Tensor = some, plan: SamplePlan = plan) -> Any:
-                return sample_rows(some, plan)
+            def step(batch: Tensor = batch, plan: SamplePlan = plan) -> Any:
+                return sample_rows(batch, plan)
 
             def reference(step: Callable[[], Any] = step) -> Any:
                 with kernels.using("none"):
@@ -96,7 +96,7 @@ def main() -> None:
 
             steps: dict[str, Callable[[], Any]] = {
                 "reference": reference,
-                "hf": lambda some=some, params=params: transformers_step(some, params),
+                "hf": lambda batch=batch, params=params: transformers_step(batch, params),
             }
             if kernels.library() is not None:
                 steps["kernel"] = step

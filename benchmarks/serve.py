@@ -1,19 +1,19 @@
-"""What serving costs, and how a server bears many clients at once.
+"""The overhead of serving, and a server under the load of many clients at once.
 
     python benchmarks/serve.py --overhead [--layers 28] [--rounds 3]
     python benchmarks/serve.py --load [--streams 200] [--seconds 60]
     python benchmarks/serve.py --bombs [--streams 8]
 
 `--overhead`: 32 streams over HTTP and the same 32 requests in process take turns, on Qwen3-0.6B's shape
-with random weights; tokens/s and time to the first token, medians over the rounds. The client is a
-process of its own, which shares the machine's cores with the server: what it takes counts as overhead.
+with random weights; tokens/s and time to the first token, medians over the rounds. The client is another
+process, which shares the machine's cores with the server: its own time counts as overhead.
 
-`--load`: so many streams at once against the storyteller, from a process of its own; a tenth of the clients
-go in the middle, and bodies that are no requests come in between. What the server holds afterwards is
-compared with what it held before, and 200 answers with their solo runs.
+`--load`: `--streams` streams at once of the storyteller, from another process. A tenth of the clients
+disconnect in the middle, and invalid bodies are sent in between. The server's resources afterwards are
+compared with those before, and 200 answers with their solo runs.
 
 `--bombs`: the time between tokens of one stream of the storyteller, idle and while the hundred structures of
-`tests/support/bombs.py` are asked for, so many at once, from the same process.
+`tests/support/bombs.py` are requested by the same process, `--streams` of them at once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ BROKEN = [body.replace(b"{", MODEL, body.startswith(b'{"')) for body in BROKEN]
 
 
 class Findings:
-    """Of a load: answers by status, whole texts by what was asked, times between pieces."""
+    """Results of a load: answers by status, whole texts by request, times between pieces."""
 
     def __init__(self) -> None:
         self.statuses: dict[int, int] = {}
@@ -69,21 +69,20 @@ class Findings:
         self.statuses[status] = self.statuses.get(status, 0) + 1
 
 
-class Asking(asyncio.Protocol):
-    """One request over a connection of its own. What comes is noted and read later: a client that reads as
-    it goes takes longer than the server.
+class ClientRequest(asyncio.Protocol):
+    """One request over its own connection. Data is parsed only at the end, so that clients keep up.
 
     Args:
-        path: of the endpoint.
-        goes_after: pieces after which the client vanishes; None stays to the end.
+        path: path of the endpoint.
+        disconnects_after: number of pieces after which the client disconnects; None: it stays to the end.
     """
 
-    def __init__(self, path: str, body: bytes, goes_after: int | None = None) -> None:
+    def __init__(self, path: str, body: bytes, disconnects_after: int | None = None) -> None:
         self._path, self._body = path, body
-        self._goes_after = goes_after
+        self._disconnects_after = disconnects_after
         self.begun = time.monotonic()
         self.ended = asyncio.get_running_loop().create_future()
-        self.came: list[tuple[float, bytes]] = []
+        self.received: list[tuple[float, bytes]] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -95,8 +94,8 @@ class Asking(asyncio.Protocol):
         transport.write(head.encode() + self._body)
 
     def data_received(self, data: bytes) -> None:
-        self.came.append((time.monotonic(), data))
-        if self._goes_after is not None and len(self.came) > self._goes_after:
+        self.received.append((time.monotonic(), data))
+        if self._disconnects_after is not None and len(self.received) > self._disconnects_after:
             self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -104,11 +103,11 @@ class Asking(asyncio.Protocol):
 
     @property
     def status(self) -> int:
-        return int(self.came[0][1].split(b" ", 2)[1])
+        return int(self.received[0][1].split(b" ", 2)[1])
 
     def body(self) -> bytes:
-        """Of the answer, put together."""
-        rest = b"".join(data for _, data in self.came).partition(b"\r\n\r\n")[2]
+        """Return the body of the chunked answer."""
+        rest = b"".join(data for _, data in self.received).partition(b"\r\n\r\n")[2]
         parts = []
         while rest:
             size, _, rest = rest.partition(b"\r\n")
@@ -117,75 +116,75 @@ class Asking(asyncio.Protocol):
         return b"".join(parts)
 
     def text(self) -> str:
-        """Of the stream, all pieces."""
+        """Return the joined text of the stream."""
         lines = self.body().decode().splitlines()
         assert lines[-2] == "data: [DONE]", lines[-4:]
         pieces = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         return "".join(piece["choices"][0]["text"] for piece in pieces)
 
     def times(self) -> list[float]:
-        """When each token came."""
-        found, tail, mark = list[float](), b"", b"data: {"
-        for at, data in self.came:
+        """Return the arrival time of each token."""
+        arrivals, tail, mark = list[float](), b"", b"data: {"
+        for moment, data in self.received:
             seen = tail + data
-            found += [at] * seen.count(mark)
-            tail = seen[-len(mark) + 1 :]  # a mark may be cut
-        return found
+            arrivals += [moment] * seen.count(mark)
+            tail = seen[-len(mark) + 1 :]  # a mark may be split
+        return arrivals
 
 
-async def asked_of(
-    url: str, path: str, body: bytes, goes_after: int | None = None, *, within_s: float = 60
-) -> Asking:
-    """A request that was answered or, for a client that goes, begun to be answered.
+async def send_request(
+    url: str, path: str, body: bytes, disconnects_after: int | None = None, *, within_s: float = 60
+) -> ClientRequest:
+    """Send a request; return it when it is answered, or when the client has disconnected.
 
     Raises:
-        ConnectionError: it was not.
+        ConnectionError: the connection failed, or there was no answer.
     """
     host, _, port = url.removeprefix("http://").partition(":")
-    _, asking = await asyncio.get_running_loop().create_connection(
-        lambda: Asking(path, body, goes_after), host, int(port)
+    _, request = await asyncio.get_running_loop().create_connection(
+        lambda: ClientRequest(path, body, disconnects_after), host, int(port)
     )
     async with asyncio.timeout(within_s):
-        error = await asking.ended
-    if error is not None or not asking.came:
+        error = await request.ended
+    if error is not None or not request.received:
         raise ConnectionError(f"{body!r:.200}: {error}")
-    return asking
+    return request
 
 
 async def load(url: str, streams: int, seconds: float, seed: int = 0) -> Findings:
-    """So many clients, each asking again and again until the time is over."""
-    found, dice, end = Findings(), random.Random(seed), time.monotonic() + seconds
-    whole: list[tuple[tuple[str, int, int], Asking]] = []
+    """Run `streams` clients, each of which sends requests until the time is over."""
+    findings, rng, end = Findings(), random.Random(seed), time.monotonic() + seconds
+    completed: list[tuple[tuple[str, int, int], ClientRequest]] = []
 
-    async def ask(body: bytes, goes_after: int | None = None) -> Asking:
-        asking = await asked_of(url, "/v1/completions", body, goes_after)
-        found.count(asking.status)
-        return asking
+    async def ask(body: bytes, disconnects_after: int | None = None) -> ClientRequest:
+        request = await send_request(url, "/v1/completions", body, disconnects_after)
+        findings.count(request.status)
+        return request
 
-    async def one() -> None:
+    async def run_client() -> None:
         while time.monotonic() < end:
-            if dice.random() < 0.1:
-                await ask(dice.choice(BROKEN))
-            asked = (dice.choice(PROMPTS), dice.randrange(40), dice.randrange(8, 65))
-            body = dict(zip(("prompt", "seed", "max_tokens"), asked, strict=True)) | {
+            if rng.random() < 0.1:
+                await ask(rng.choice(BROKEN))
+            case = (rng.choice(PROMPTS), rng.randrange(40), rng.randrange(8, 65))
+            body = dict(zip(("prompt", "seed", "max_tokens"), case, strict=True)) | {
                 "model": "storyteller",
                 "stream": True,
             }
-            goes_after = dice.randrange(8) if dice.random() < 0.1 else None
-            asking = await ask(json.dumps(body).encode(), goes_after)
-            if goes_after is None:
-                whole.append((asked, asking))
+            disconnects_after = rng.randrange(8) if rng.random() < 0.1 else None
+            request = await ask(json.dumps(body).encode(), disconnects_after)
+            if disconnects_after is None:
+                completed.append((case, request))
             else:
-                found.left += 1
+                findings.left += 1
 
-    await asyncio.gather(*(one() for _ in range(streams)))
-    for asked, asking in whole:
-        assert asking.status == 200, asking.came
-        text, times = asking.text(), asking.times()
-        assert found.texts.setdefault(asked, text) == text, asked
-        found.first.append(times[0] - asking.begun)
-        found.gaps += [b - a for a, b in itertools.pairwise(times)]
-    return found
+    await asyncio.gather(*(run_client() for _ in range(streams)))
+    for case, request in completed:
+        assert request.status == 200, request.received
+        text, times = request.text(), request.times()
+        assert findings.texts.setdefault(case, text) == text, case
+        findings.first.append(times[0] - request.begun)
+        findings.gaps += [b - a for a, b in itertools.pairwise(times)]
+    return findings
 
 
 def _load(url: str, jobs: Any, answers: Any) -> None:
@@ -193,12 +192,12 @@ def _load(url: str, jobs: Any, answers: Any) -> None:
         try:
             answers.put(asyncio.run(load(url, *job)))
         except BaseException as error:
-            answers.put(RuntimeError(f"a client was let down: {error!r}"))
+            answers.put(RuntimeError(f"a client failed: {error!r}"))
             raise
 
 
 def held(server: Any) -> dict[str, int]:
-    """What this process holds, when the server has nothing to do: MB, tasks, file descriptors, threads."""
+    """Return this process's resources once the server is idle: MB, tasks, file descriptors, threads."""
     server.until_idle()
     end = time.monotonic() + 10
     while server.num_connections() and time.monotonic() < end:
@@ -226,29 +225,29 @@ def run_load(streams: int, seconds: float) -> None:
         client = context.Process(daemon=True, target=_load, args=(server.url, jobs, answers))
         client.start()
 
-        def put_through(*job: Any) -> Findings:
+        def run_job(*job: Any) -> Findings:
             jobs.put(job)
-            found = answers.get(timeout=seconds + 60)
-            if isinstance(found, Exception):
-                raise found
-            return found
+            findings = answers.get(timeout=seconds + 60)
+            if isinstance(findings, Exception):
+                raise findings
+            return findings
 
-        put_through(streams, min(10.0, seconds), 1)  # to be warm
+        run_job(streams, min(10.0, seconds), 1)  # warms up
         before, steps = held(server), llm.stats()["forwards"]
-        found = put_through(streams, seconds)
+        findings = run_job(streams, seconds)
         after, steps = held(server), llm.stats()["forwards"] - steps
         jobs.put(None)
         client.join()
-        sample = random.Random(1).sample(sorted(found.texts), min(200, len(found.texts)))
+        sample = random.Random(1).sample(sorted(findings.texts), min(200, len(findings.texts)))
         wrong = 0
         for prompt, seed, length in sample:
             params = SamplingParams(seed=seed, max_tokens=length)
             (result,) = llm.generate([prompt], params)
-            wrong += result.outputs[0].text != found.texts[prompt, seed, length]
-        gaps, first = sorted(found.gaps), sorted(found.first)
+            wrong += result.outputs[0].text != findings.texts[prompt, seed, length]
+        gaps, first = sorted(findings.gaps), sorted(findings.first)
         print(
-            f"{streams} streams for {seconds:g} s: answers by status {found.statuses}, "
-            f"{found.left} clients left in the middle, {len(gaps) + len(first)} pieces, {steps} steps"
+            f"{streams} streams for {seconds:g} s: answers by status {findings.statuses}, "
+            f"{findings.left} clients left in the middle, {len(gaps) + len(first)} pieces, {steps} steps"
         )
         print(f"between tokens: median {1e3 * statistics.median(gaps):.1f} ms, "
               f"p99 {1e3 * gaps[len(gaps) * 99 // 100]:.1f} ms, most {1e3 * gaps[-1]:.0f} ms; "
@@ -257,7 +256,7 @@ def run_load(streams: int, seconds: float) -> None:
         print(f"held before: {before}\nheld after:  {after}")
         print(f"{len(sample)} answers compared with their solo runs: {wrong} differ")
         assert not wrong
-        assert set(found.statuses) == {200, 400}
+        assert set(findings.statuses) == {200, 400}
         assert after["MB"] - before["MB"] < 100
         for what in ("tasks", "connections", "descriptors", "blocks"):
             assert after[what] <= before[what], what
@@ -277,29 +276,29 @@ async def bombard(url: str, at_once: int) -> tuple[list[float], list[float], dic
     }  # fmt: skip
 
     async def gaps(seconds: float) -> list[float]:
-        found, end = list[float](), time.monotonic() + seconds
+        times, end = list[float](), time.monotonic() + seconds
         while time.monotonic() < end and (seconds < 100 or any(not task.done() for task in tasks)):
-            asking = await asked_of(url, "/v1/completions", json.dumps(body).encode())
-            found += [b - a for a, b in itertools.pairwise(asking.times())]
-        return found
+            request = await send_request(url, "/v1/completions", json.dumps(body).encode())
+            times += [b - a for a, b in itertools.pairwise(request.times())]
+        return times
 
-    async def throw() -> None:
+    async def send_bombs() -> None:
         while waiting:
             _, fields = waiting.pop()
-            asked = [
+            parts = [
                 '"model": "storyteller", "prompt": "Once", "seed": 1, "max_tokens": 40, "timeout_s": 60'
             ]
             for name, value in fields.items():  # a schema is JSON already
-                asked.append(f'"{name}": {value if name == "json_schema" else json.dumps(value)}')
-            asking = await asked_of(
-                url, "/v1/completions", f"{{{', '.join(asked)}}}".encode(), within_s=300
+                parts.append(f'"{name}": {value if name == "json_schema" else json.dumps(value)}')
+            request = await send_request(
+                url, "/v1/completions", f"{{{', '.join(parts)}}}".encode(), within_s=300
             )
-            statuses.count(asking.status)
+            statuses.count(request.status)
 
     tasks: list[asyncio.Task[None]] = []
-    await gaps(1.0)  # to be warm
+    await gaps(1.0)  # warms up
     idle = await gaps(4.0)
-    tasks = [asyncio.create_task(throw()) for _ in range(at_once)]
+    tasks = [asyncio.create_task(send_bombs()) for _ in range(at_once)]
     beside = await gaps(600.0)
     await asyncio.gather(*tasks)
     return idle, beside, statuses.statuses
@@ -333,20 +332,20 @@ def run_bombs(at_once: int) -> None:
 
 
 async def _ask_all(url: str, prompts: list[list[int]], length: int) -> tuple[float, list[float]]:
-    """Seconds for all, and until each one's first token."""
+    """Return the seconds until all are answered, and until each one's first token."""
 
-    async def one(prompt: list[int]) -> Asking:
+    async def one(prompt: list[int]) -> ClientRequest:
         params = {"max_tokens": length, "ignore_eos": True, "temperature": 0.0}
         body = {"prompt": prompt, "stream": True, "params": params}
-        return await asked_of(url, "/v1/generate", json.dumps(body).encode(), within_s=300)
+        return await send_request(url, "/v1/generate", json.dumps(body).encode(), within_s=300)
 
-    begun = time.monotonic()
+    begin = time.monotonic()
     answers = await asyncio.gather(*map(one, prompts))
-    taken = time.monotonic() - begun
+    seconds = time.monotonic() - begin
     for answer in answers:
-        assert answer.status == 200, answer.came
-        assert len(answer.times()) == length, answer.came
-    return taken, [answer.times()[0] - answer.begun for answer in answers]
+        assert answer.status == 200, answer.received
+        assert len(answer.times()) == length, answer.received
+    return seconds, [answer.times()[0] - answer.begun for answer in answers]
 
 
 def _client(url: str, jobs: Any, answers: Any) -> None:
@@ -371,10 +370,10 @@ def run_overhead(layers: int, rounds: int, streams: int, length: int) -> None:
     from verbatim import LLM
 
     model = make_model(torch.bfloat16, num_hidden_layers=layers)
-    dice = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
 
     def prompts(count: int) -> list[list[int]]:
-        return torch.randint(0, 150_000, (count, 16), generator=dice).tolist()
+        return torch.randint(0, 150_000, (count, 16), generator=rng).tolist()
 
     context = multiprocessing.get_context("spawn")
     with (
@@ -387,11 +386,11 @@ def run_overhead(layers: int, rounds: int, streams: int, length: int) -> None:
 
         def over_http(asked: list[list[int]], tokens: int) -> tuple[float, list[float]]:
             jobs.put((asked, tokens))
-            taken: tuple[float, list[float]] = answers.get(timeout=300)
-            return taken
+            result: tuple[float, list[float]] = answers.get(timeout=300)
+            return result
 
         for ask in (over_http, lambda *job: _in_process(llm, *job)):
-            ask(prompts(streams), 4)  # to be warm
+            ask(prompts(streams), 4)  # warms up
         speeds: tuple[list[float], list[float]] = ([], [])
         waits: tuple[list[float], list[float]] = ([], [])
         for number in range(rounds):

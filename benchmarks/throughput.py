@@ -2,19 +2,18 @@
 
     python benchmarks/throughput.py [--layers 28] [--requests 64] [--seats 32] [--rounds 3]
     python benchmarks/throughput.py --profile [--layers 28]   # where a decode step's time goes
-    python benchmarks/throughput.py --queue                   # what those who wait cost each step
+    python benchmarks/throughput.py --queue                   # the cost of waiting requests per step
 
-Prompts of 16 to 512 tokens, outputs of 8 to 256, from a fixed seed; greedy, nothing ends early. All run
-the same module, so the same weights, in one process, and take turns; figures are medians over the rounds,
-and only the tokens that were asked for count. Ratios are meaningful on a shared machine, absolute
-numbers only within one run. The limit is the time to read the weights once in each of Verbatim's steps,
-and the KV that its decode rows need, at the measured bandwidth; the arithmetic of prefill is not in it.
+Prompts of 16 to 512 tokens, outputs of 8 to 256, from a fixed seed; greedy, nothing ends early. All engines
+run the same module, so the same weights, in one process, and take turns; figures are medians over the rounds,
+and only requested tokens count. Ratios are meaningful on a shared machine, absolute numbers only within one
+run. The limit is the time to read the weights once in each of Verbatim's steps, and the KV that its decode
+rows need, at the measured bandwidth; it does not include the arithmetic of prefill.
 
-transformers' static batches are padded on the left, in the order of arrival, and each runs until its
-longest request ends. Its continuous batching computes the attention of a batch as one packed row, with
-what is foreign masked: every row pays for the contexts of all others, and copies of K and V for every
-query head are made in each layer. So it has seats and a token budget of its own; the defaults are those
-that were fastest when they were tried, on 4 of the layers.
+transformers' static batches are padded on the left, in the order of arrival, and each runs until its longest
+request ends. Its continuous batching computes the attention of a batch as one packed row, with a mask between
+requests: every row pays for the contexts of all others, and each layer copies K and V for every query head.
+So it has its own limits of requests and tokens per batch; the defaults were the fastest, on 4 of the layers.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from decode import WIDTH, read_bandwidth
 
 from verbatim import LLM, SamplingParams
 
-PROMPTS, OUTPUTS = (16, 512), (8, 256)  # tokens, both ends included
-AGREED = 8  # first tokens that are compared
+PROMPTS, OUTPUTS = (16, 512), (8, 256)  # tokens, inclusive
+AGREED = 8  # number of first tokens to compare
 TINY = dict(
     vocab_size=1024,
     hidden_size=64,
@@ -52,7 +51,7 @@ TINY = dict(
 
 @dataclass(frozen=True)
 class Job:
-    """One request: a prompt, and how many tokens are to follow it."""
+    """One request: a prompt, and the number of tokens to generate."""
 
     prompt: list[int]
     num_tokens: int
@@ -60,7 +59,7 @@ class Job:
 
 @dataclass
 class Engine:
-    """One way to run jobs; `run` gives the seconds and each job's new ids."""
+    """One way to run jobs; `run` returns the seconds and each job's new ids."""
 
     name: str
     run: Callable[[list[Job]], tuple[float, list[list[int]]]]
@@ -69,10 +68,10 @@ class Engine:
     outputs: list[list[int]] = field(default_factory=list)
 
     def take_turn(self) -> None:
-        taken, self.outputs = self.run(self.jobs)
+        seconds, self.outputs = self.run(self.jobs)
         lengths = [len(ids) for ids in self.outputs]
         assert lengths == [job.num_tokens for job in self.jobs], (self.name, lengths)
-        self.seconds.append(taken)
+        self.seconds.append(seconds)
 
     @property
     def tokens_per_s(self) -> float:
@@ -115,12 +114,12 @@ def _greedy(num_tokens: int) -> SamplingParams:
 def run_verbatim(llm: LLM, jobs: list[Job]) -> tuple[float, list[list[int]]]:
     start = time.perf_counter()
     results = llm.generate([job.prompt for job in jobs], [_greedy(job.num_tokens) for job in jobs])
-    taken = time.perf_counter() - start
-    return taken, [result.outputs[0].token_ids for result in results]
+    seconds = time.perf_counter() - start
+    return seconds, [result.outputs[0].token_ids for result in results]
 
 
 def run_static(model: Any, jobs: list[Job], rows: int) -> tuple[float, list[list[int]]]:
-    """transformers' `generate` on padded batches of `rows`, each until its longest request ends."""
+    """Run transformers' `generate` on padded batches of `rows`, each until its longest request ends."""
     outputs: list[list[int]] = []
     start = time.perf_counter()
     for first in range(0, len(jobs), rows):
@@ -131,7 +130,7 @@ def run_static(model: Any, jobs: list[Job], rows: int) -> tuple[float, list[list
         ids = torch.tensor([[0] * pad + job.prompt for pad, job in zip(pads, batch, strict=True)])
         mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads])
         with torch.inference_mode():
-            made = model.generate(
+            padded = model.generate(
                 ids,
                 attention_mask=mask,
                 max_new_tokens=longest,
@@ -139,15 +138,15 @@ def run_static(model: Any, jobs: list[Job], rows: int) -> tuple[float, list[list
                 do_sample=False,
                 pad_token_id=0,
             )
-        rows_made = made[:, width:].tolist()
-        outputs += [row[: job.num_tokens] for row, job in zip(rows_made, batch, strict=True)]
+        rows_out = padded[:, width:].tolist()
+        outputs += [row[: job.num_tokens] for row, job in zip(rows_out, batch, strict=True)]
     return time.perf_counter() - start, outputs
 
 
 def run_continuous(
     model: Any, jobs: list[Job], options: argparse.Namespace
 ) -> tuple[float, list[list[int]]]:
-    """transformers' continuous batching; its cache and its thread are made before the clock starts."""
+    """Run transformers' continuous batching; the time does not include creating its cache and thread."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     compiled: dict[str, Any] = {}
@@ -161,8 +160,8 @@ def run_continuous(
         num_blocks=(options.cb_seats + 2) * pages * 5 // 4,  # never waits for memory, nor evicts
         max_batch_tokens=options.cb_tokens,
         max_requests_per_batch=options.cb_seats,
-        max_blocks_per_request=0,  # the block table is flash attention's, which a CPU has not
-        allow_block_sharing=False,  # prompts have nothing in common, but the rounds would
+        max_blocks_per_request=0,  # the block table is for flash attention, on GPUs
+        allow_block_sharing=False,  # prompts have no common prefix, but the rounds would
         use_async_batching=False,
         use_cuda_graph=False,
         auto_switch_to_flash=False,
@@ -182,18 +181,18 @@ def run_continuous(
     ) as manager:
         start = time.perf_counter()
         ids = [manager.add_request(j.prompt, max_new_tokens=j.num_tokens) for j in jobs]
-        found: dict[str, list[int]] = {}
-        while len(found) < len(jobs):
+        outputs: dict[str, list[int]] = {}
+        while len(outputs) < len(jobs):
             result = manager.get_result(timeout=1)
             if result is None:
                 assert manager.is_running(), "transformers' generation thread has ended"
             elif result.error is not None:
                 raise RuntimeError(f"transformers' continuous batching: {result.error}")
             elif result.is_finished():
-                found[result.request_id] = list(result.generated_tokens)
-        taken = time.perf_counter() - start
+                outputs[result.request_id] = list(result.generated_tokens)
+        seconds = time.perf_counter() - start
     model.set_attn_implementation("sdpa")
-    return taken, [found[request_id] for request_id in ids]
+    return seconds, [outputs[request_id] for request_id in ids]
 
 
 def compare(options: argparse.Namespace, dtype: torch.dtype) -> None:
@@ -205,7 +204,9 @@ def compare(options: argparse.Namespace, dtype: torch.dtype) -> None:
     with LLM(model, kv_memory="6GB", max_sequences=options.seats, max_length=longest) as llm:
         known: dict[str, Engine] = {
             "verbatim": Engine(
-                f"Verbatim, {options.seats} seats", lambda jobs: run_verbatim(llm, jobs), jobs
+                f"Verbatim, {options.seats} concurrent requests",
+                lambda jobs: run_verbatim(llm, jobs),
+                jobs,
             ),
             "static": Engine(
                 f"transformers, static batches of {options.batch}",
@@ -213,7 +214,7 @@ def compare(options: argparse.Namespace, dtype: torch.dtype) -> None:
                 jobs,
             ),
             "continuous": Engine(
-                f"transformers, continuous, {options.cb_seats} seats",
+                f"transformers, continuous, {options.cb_seats} concurrent requests",
                 lambda jobs: run_continuous(model, jobs, options),
                 subset,
             ),
@@ -234,9 +235,9 @@ def compare(options: argparse.Namespace, dtype: torch.dtype) -> None:
 
 
 def open_shape(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Any, float]:
-    """The model, and the bandwidth; prints what was measured on what."""
+    """Return the model and the memory bandwidth; print the setup."""
     model = make_model({**WIDTH, "num_hidden_layers": options.layers}, dtype)
-    weight_bytes = sum(p.nbytes for p in model.parameters())  # the tied head is read as the head
+    weight_bytes = sum(p.nbytes for p in model.parameters())  # a tied weight counts once
     bandwidth = read_bandwidth()
     print(
         f"{options.dtype}, {torch.get_num_threads()} threads, {options.layers} of "
@@ -261,12 +262,12 @@ def report(
         f"{tokens:,} new ones; medians of {options.rounds} rounds\n"
     )
     print(
-        f"{'engine':40} | {'tokens/s':>8} {'least':>8} {'most':>8} | {'seconds':>8} {'Verbatim is':>12}"
+        f"{'engine':48} | {'tokens/s':>8} {'least':>8} {'most':>8} | {'seconds':>8} {'Verbatim is':>12}"
     )
     for engine in engines:
         count = sum(job.num_tokens for job in engine.jobs)
         print(
-            f"{engine.name:40} | {engine.tokens_per_s:8.1f} {count / max(engine.seconds):8.1f} "
+            f"{engine.name:48} | {engine.tokens_per_s:8.1f} {count / max(engine.seconds):8.1f} "
             f"{count / min(engine.seconds):8.1f} | {statistics.median(engine.seconds):8.1f} "
             f"{first.tokens_per_s / engine.tokens_per_s:10.2f} x",
             flush=True,
@@ -298,7 +299,7 @@ def report(
 
 
 def _decode_positions(job: Job) -> int:
-    """Positions of K and V that a job's decode rows read: P + 1 for the second token, and so on."""
+    """Return the KV positions that a job's decode rows read: P + 1 for the second token, and so on."""
     steps = job.num_tokens - 1
     return steps * len(job.prompt) + steps * (steps + 1) // 2
 
@@ -326,16 +327,16 @@ PARTS = "schedule", "forward", "sample", "commit"
 
 @contextmanager
 def timed_steps(llm: LLM) -> Iterator[list[Step]]:
-    """Every step of the engine, with timers around its parts; they are taken off again at the end."""
+    """Time every step of the engine and its parts during the block."""
     engine = llm.engine._engine
     steps: list[Step] = []
 
     def timed(owner: Any, method: str, part: str) -> Callable[[], None]:
-        plain = getattr(owner, method)
+        original = getattr(owner, method)
 
         def with_timer(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
-            result = plain(*args, **kwargs)
+            result = original(*args, **kwargs)
             taken = time.perf_counter() - start
             parts = steps[-1].parts
             parts[part] = parts.get(part, 0.0) + taken
@@ -349,11 +350,11 @@ def timed_steps(llm: LLM) -> Iterator[list[Step]]:
 
     def step() -> bool:
         steps.append(Step(time.perf_counter()))
-        made = plain_step()
+        has_work = original_step()
         steps[-1].end = time.perf_counter()
-        return made
+        return has_work
 
-    plain_step = engine.step
+    original_step = engine.step
     engine.step = step  # type: ignore[method-assign]
     undo = [
         timed(engine.scheduler, "schedule", "schedule"),
@@ -365,12 +366,12 @@ def timed_steps(llm: LLM) -> Iterator[list[Step]]:
     try:
         yield steps
     finally:
-        for take_off in undo:
-            take_off()
+        for restore in undo:
+            restore()
 
 
 def profile(options: argparse.Namespace, dtype: torch.dtype) -> None:
-    """32 equal decode rows: the parts of a step, from one step's start to the next one's."""
+    """Print the times of the parts of a decode step of equal rows, from its start to the next one's."""
     rows = options.seats
     model, _ = open_shape(options, dtype)
     noise = torch.Generator().manual_seed(0)
@@ -406,29 +407,29 @@ def profile(options: argparse.Namespace, dtype: torch.dtype) -> None:
     )
 
 
-# ---- what those who wait cost
+# ---- the cost of waiting requests
 
 
 def queue(options: argparse.Namespace) -> None:
-    """Microseconds a step outside the forward, by how many wait; a tiny model, a fresh engine a round."""
+    """Print the microseconds per step of a tiny model outside the forward, by number of waiting requests."""
     model = make_model(TINY, torch.float32)
     states = ["0 wait", *(f"{count:,} wait" for count in options.waiting)]
     states.append(f"0 wait, {options.waiting[-1]:,} have finished")
-    found: dict[str, dict[str, list[float]]] = {state: {} for state in states}
+    times: dict[str, dict[str, list[float]]] = {state: {} for state in states}
     for _ in range(options.rounds):
         with LLM(model, kv_memory="64MB", max_sequences=options.seats, max_length=512) as llm:
             for state, waiting in zip(states, [0, *options.waiting, 0], strict=True):
                 last = state == states[-2]
-                _measure_queue(llm, options, waiting, found[state], let_all_finish=last)
+                _measure_queue(llm, options, waiting, times[state], let_all_finish=last)
     print(
         f"{torch.get_num_threads()} threads, {options.seats} decode rows of a model of 1 layer and "
         f"{TINY['vocab_size']:,} ids; medians of {options.rounds} rounds of {options.steps} steps; "
         f"microseconds\n"
     )
-    names = list(found[states[0]])
+    names = list(times[states[0]])
     widths = [max(10, len(name)) for name in names]
     print(f"{'':32} | " + " ".join(f"{n:>{w}}" for n, w in zip(names, widths, strict=True)))
-    for state, parts in found.items():
+    for state, parts in times.items():
         figures = [statistics.median(parts[name]) * 1e6 for name in names]
         print(
             f"{state:32} | " + " ".join(f"{f:{w}.0f}" for f, w in zip(figures, widths, strict=True))
@@ -485,7 +486,7 @@ def _measure_queue(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--profile", action="store_true", help="the parts of a decode step")
-    parser.add_argument("--queue", action="store_true", help="the cost of those who wait")
+    parser.add_argument("--queue", action="store_true", help="the cost of waiting requests")
     parser.add_argument("--layers", type=int, default=WIDTH["num_hidden_layers"])
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--seats", type=int, default=32, help="Verbatim's max_sequences")
@@ -494,7 +495,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     names = ["verbatim", "static", "continuous"]
     parser.add_argument("--engines", nargs="+", choices=names, default=names)
-    parser.add_argument("--cb-requests", type=int, default=0, help="only the first so many; 0: all")
+    parser.add_argument(
+        "--cb-requests", type=int, default=0, help="only the first N requests; 0: all"
+    )
     parser.add_argument("--cb-seats", type=int, default=8)
     parser.add_argument("--cb-tokens", type=int, default=128, help="tokens of a batch")
     attentions = ["paged|eager", "sdpa"]

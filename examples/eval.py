@@ -1,11 +1,11 @@
-"""A small evaluation whose numbers are the same, to the last bit, at any batch size.
+"""A small evaluation with numbers that are bitwise equal at any batch size.
 
     python examples/eval.py [--batch-sizes 1 8 32] [--compare]
 
-Three measurements of the storyteller: how surprised it is by a few lines (perplexity), how often it finds
-the true end of a sentence likelier than a false one, and how often a story that it writes has a bridge in
-it. Each is made with 1, 8 and 32 prompts at a time. The exit status is 1 if any number differs by a single
-bit. `--compare` measures the first two with transformers' padded batches as well.
+Three metrics of the storyteller: its perplexity on a few lines, how often it ranks the true end of a sentence
+above a false one, and how often its stories mention a bridge. Each is measured with 1, 8 and 32 prompts at a
+time. The exit status is 1 if any number differs by a single bit. `--compare` also measures the first two with
+transformers' padded batches.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> int:
         if options.compare:
             for size in options.batch_sizes:
                 show(f"transformers, {size} at a time", compared(llm, size))
-    same = all(bits(found) == bits(numbers[0]) for found in numbers)
+    same = all(bits(result) == bits(numbers[0]) for result in numbers)
     print("the same bits at every batch size" if same else "DIFFERENT at different batch sizes")
     return 0 if same else 1
 
@@ -76,7 +76,7 @@ def evaluate(score: Score, llm: LLM, size: int) -> dict[str, float]:
 
 
 def likelihoods(score: Score, llm: LLM, size: int) -> dict[str, float]:
-    """What can be told from log-probs alone."""
+    """Return the metrics that need only log-probs."""
     encode = llm.tokenizer.encode
     rows = [encode(text) for text in OPENINGS]
     rows += [encode(start + end) for start, *ends in ENDINGS for end in ends]
@@ -89,7 +89,7 @@ def likelihoods(score: Score, llm: LLM, size: int) -> dict[str, float]:
 
 
 def bridges(llm: LLM, size: int) -> int:
-    """Stories that mention one; each has its own seed."""
+    """Count the stories that mention a bridge; each has its own seed."""
     params = [SamplingParams(max_tokens=200, seed=seed) for seed in range(STORIES)]
     texts = [
         result.outputs[0].text
@@ -100,7 +100,7 @@ def bridges(llm: LLM, size: int) -> int:
 
 
 def compared(llm: LLM, size: int) -> dict[str, float]:
-    """The same from transformers: padded batches through its own forward, in the same dtype."""
+    """Return the likelihoods by transformers: padded batches through its own forward, in the same dtype."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -117,10 +117,10 @@ def compared(llm: LLM, size: int) -> dict[str, float]:
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
         with torch.inference_mode():
             logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
-        found = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         return [
             [None, *values[: len(row) - 1].tolist()]
-            for row, values in zip(rows, found, strict=True)
+            for row, values in zip(rows, logprobs, strict=True)
         ]
 
     return likelihoods(score, llm, size)
@@ -132,7 +132,7 @@ def batches(items: list, size: int) -> Iterator[list]:
 
 
 def bits(numbers: dict[str, float]) -> str:
-    """A fingerprint in which a single bit shows."""
+    """Return a fingerprint that changes with every bit."""
     packed = struct.pack(f"{len(numbers)}d", *numbers.values())
     return hashlib.sha256(packed).hexdigest()[:8]
 

@@ -2,14 +2,14 @@
 
     python examples/grpo.py [--word boat] [--steps 30] [--plot grpo.png]
 
-Group relative policy optimisation (Shao et al. 2024): each prompt gets a group of stories, and a story's
-advantage is its reward against the mean of its group. A story earns 1 if it mentions the word and ends
-by itself.
+Group relative policy optimisation (Shao et al. 2024): each prompt gets a group of stories, and the advantage
+of a story is its reward relative to the mean of its group. The reward is 1 if the story mentions the word
+and ends by itself.
 
-The stories come from the very module that is being trained: no copy of the weights, no second model, and
-log-probs that are the trainer's. Before the first update the ratio of the trainer's probabilities to the
-rollout's is printed: by `score` it is 1, exactly, and so it is by the path with gradients that is given
-these scores; by the module's own forward alone it is off by the rounding of float32.
+The stories are sampled from the module that is being trained: there is no copy of the weights and no second
+model, and the log-probs are the trainer's. The ratio of the trainer's probabilities to the rollout's is
+printed before the first update. With `score` it is exactly 1, and so it is for log-probs with gradients that
+are given these scores. With only the module's own forward it is off by the rounding of float32.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from torch import Tensor, nn
 from verbatim import LLM, Result, SamplingParams, rl
 
 PROMPTS = ["Once upon a time", "One morning", "In a small village", "Long ago"]
-CLIP = 0.2  # of the ratio, on either side
+CLIP = 0.2  # the ratio is clipped to 1 - CLIP and 1 + CLIP
 
 
 @dataclass
 class Step:
-    """What one step of training saw."""
+    """Metrics of one training step."""
 
     reward: float
-    mentioned: float  # share of the stories with the word in them
-    ended: float  # share of those that ended by themselves
-    length: float  # tokens
+    mentioned: float  # share of the stories that mention the word
+    ended: float  # share of the stories that ended by themselves
+    length: float  # mean number of tokens
     rollout_s: float
     update_s: float
 
@@ -95,7 +95,7 @@ def parse() -> argparse.Namespace:
 
 
 def open_storyteller() -> tuple[nn.Module, object]:
-    """The model inside the package as an ordinary module, in float32 for training."""
+    """Return the model inside the package as a module in float32, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -113,7 +113,7 @@ def mentions(text: str, word: str) -> bool:
 
 
 def judge(result: Result, word: str) -> list[float]:
-    """The reward of each story of a group."""
+    """Return the reward of each story of a group."""
     return [
         float(mentions(story.text, word) and story.finish_reason == "stop")
         for story in result.outputs
@@ -126,23 +126,23 @@ def share(stories: rl.Rollout, holds: Callable[[str], bool]) -> float:
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Against the rest of the group: `[B, G]`; 0 where all did equally well."""
+    """Return the advantages within each group, `[B, G]`; 0 if all its rewards are equal."""
     return (rewards - rewards.mean(1, keepdim=True)) / (
         rewards.std(1, keepdim=True, correction=0) + 1e-4
     )
 
 
 def print_ratios(llm: LLM, module: nn.Module, stories: rl.Rollout) -> None:
-    """How far the trainer's probabilities are from the rollout's, before any update."""
+    """Print how far the trainer's probabilities are from the rollout's, before any update."""
     rows = stories.sequences, stories.attention_mask
     scores = rl.score(llm, *rows)
-    found = {
+    logprobs = {
         "score": scores,
         "with gradients, given the scores": rl.logprobs(module, *rows, scores=scores).detach(),
         "with gradients, by the module's own forward": rl.logprobs(module, *rows).detach(),
     }
     print("largest |ratio - 1| of trainer to rollout, before the first update:")
-    for name, values in found.items():
+    for name, values in logprobs.items():
         ratio = (stories.of_responses(values) - stories.logprobs).exp()
         print(f"  {name}: {(ratio - 1).abs().max().item():.2g}")
 
@@ -155,8 +155,8 @@ def update(
     advantage: Tensor,
     epochs: int,
 ) -> None:
-    """Some steps of the clipped policy gradient; every token counts alike."""
-    if not advantage.any():  # nobody did better than anybody else
+    """Run `epochs` steps of the clipped policy gradient, averaged over all tokens."""
+    if not advantage.any():  # all rewards of each group are equal
         return
     rows, gain = (stories.sequences, stories.attention_mask), advantage[..., None]
     for _ in range(epochs):

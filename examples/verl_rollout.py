@@ -1,14 +1,14 @@
-"""Let verl (0.9) draw its completions from `verbatim serve`; for verl's environment, which needs no Verbatim.
+"""Let verl (0.9) generate its completions with `verbatim serve`. Verl's environment needs no Verbatim.
 
     verbatim serve MODEL --training --max-body-bytes 4000000000            # in Verbatim's environment
-    export VERBATIM_URLS=http://127.0.0.1:8000 VERBATIM_API_KEY=...        # of each replica, by commas
+    export VERBATIM_URLS=http://127.0.0.1:8000 VERBATIM_API_KEY=...      # a URL per replica, comma-separated
     export VERL_USE_EXTERNAL_MODULES=verl_rollout PYTHONPATH=examples
     python -m verl.trainer.main_ppo actor_rollout_ref.rollout.name=verbatim ...
 
-A replica of verl is a server that runs already. Its memory is its own, so nothing is released during updates.
-Weights go over HTTP, in parts of `checkpoint_engine.update_weights_bucket_megabytes`; after an error the
-server has the old ones. Log-probs are those of the distribution drawn from. Images, LoRA weights without
-`model.lora.merge` and weight deltas are refused.
+A verl replica is a server that is already running. It keeps its memory: nothing is released during updates.
+Weights are sent over HTTP in parts of `checkpoint_engine.update_weights_bucket_megabytes`; after an error the
+server still has the old ones. Log-probs are those of the sampled distribution. Images, LoRA weights without
+`model.lora.merge` and weight deltas are rejected.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def url_of(replica: int) -> str:
 
 
 class Server:
-    """The calls of verl's agent loops to one replica."""
+    """The interface of verl's agent loops to one replica."""
 
     def __init__(self, url: str, key: str | None, response_length: int, max_model_len: int) -> None:
         self._length, self._max_model_len = response_length, max_model_len
@@ -44,7 +44,7 @@ class Server:
         self._rejecting = False
 
     async def call(self, path: str, **rest: Any) -> Any:
-        """POST to the server, and return its answer."""
+        """POST to the server, and return the JSON response."""
         async with httpx.AsyncClient(timeout=None, headers=self._headers) as client:
             answer = await client.post(self._url + path, **rest)
         if answer.status_code != 200:
@@ -54,10 +54,10 @@ class Server:
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **media: Any
     ) -> TokenOutput:
-        """Draw one completion."""
-        given = [name for name, value in media.items() if value]
-        if given:
-            raise NotImplementedError(f"{', '.join(given)}: not supported by Verbatim's rollout")
+        """Generate one completion."""
+        kinds = [name for name, value in media.items() if value]
+        if kinds:
+            raise NotImplementedError(f"{', '.join(kinds)}: not supported by Verbatim's rollout")
         if self._rejecting:
             return TokenOutput(token_ids=[], stop_reason="aborted")
         params = dict(sampling_params)
@@ -90,13 +90,13 @@ class Server:
         await self.call("/reset_prefix_cache")
 
     async def keep(self) -> None:
-        """Do nothing: the server's memory is its own."""
+        """Do nothing: the server keeps its memory."""
 
     wake_up = sleep = release_kv_cache = resume_kv_cache = keep
 
 
 class Replica(RolloutReplica):
-    """A server that runs already."""
+    """A server that is already running."""
 
     async def launch_servers(self) -> None:
         length = self.config.response_length
@@ -109,22 +109,22 @@ class Replica(RolloutReplica):
 
 
 class ServerAdapter(BaseRollout):
-    """The trainer's end: it sends new weights."""
+    """The trainer's side: sends new weights."""
 
     def __init__(
         self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
     ) -> None:
         super().__init__(config, model_config, device_mesh)
-        own = self.config
-        ranks = own.tensor_model_parallel_size * own.data_parallel_size
+        rollout = self.config
+        ranks = rollout.tensor_model_parallel_size * rollout.data_parallel_size
         replica, rank = divmod(int(os.environ["RANK"]), ranks)
         replica = replica if replica_rank == -1 else replica_rank
         self._sends = rank == 0
         self._server = Server(url_of(replica), os.environ.get("VERBATIM_API_KEY"), 0, 0)
-        self._bucket = own.checkpoint_engine.update_weights_bucket_megabytes << 20
+        self._bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
 
     async def resume(self, tags: list[str]) -> None:
-        """Do nothing, as `release`: the server's memory is its own."""
+        """Do nothing, like `release`: the server keeps its memory."""
 
     async def release(self) -> None:
         pass
@@ -145,7 +145,7 @@ class ServerAdapter(BaseRollout):
         part: dict[str, torch.Tensor] = {}
         size = 0
         async for name, tensor in ensure_async_iterator(weights):
-            if not self._sends:  # only its share of the trainer's collective calls
+            if not self._sends:  # this rank only takes part in the trainer's collective calls
                 continue
             if part and size + tensor.nbytes > self._bucket:
                 await self._server.call("/update_weights", content=save(part), headers=OCTETS)

@@ -1,22 +1,22 @@
-"""Fixtures shared by all tests: engines over poisoned KV, a thread count that is put back."""
+"""Fixtures shared by all tests: engines with poisoned KV blocks, restored thread counts and seeds."""
 
 from __future__ import annotations
 
 import os
 
-# Threads that wait by sleeping: where other work shares the processors, spinning costs far more than
-# it saves at toy sizes. Must be said before torch is imported.
+# Waiting OpenMP threads sleep: on shared processors, spinning costs far more than it saves at toy sizes.
+# Must be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# A second thread computes nothing of a toy and costs a fifth of the processors' time. Tests of threads set
-# their number.
+# A second thread gets no work from a toy and costs a fifth of the processor time. Tests of threads set their
+# number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Programs that tests start import what was installed, as the tests do, and not the sources beside them,
-# which have kernels only where somebody built them there.
+# Programs started by tests import the installed package, like the tests do, instead of the source tree,
+# which may have no compiled kernels.
 os.environ.setdefault("PYTHONSAFEPATH", "1")
 
-# Triton's kernels run under its interpreter where there is no GPU. Must be said before Triton is imported.
+# Without a GPU, Triton's kernels run in its interpreter. Must be set before Triton is imported.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -37,8 +37,8 @@ from hypothesis import settings
 from support.backends import BACKENDS
 from verbatim import kernels
 
-# A run looks at the examples that it looked at before, so that one that fails fails again. `pytest
-# --hypothesis-profile=search` looks at others.
+# Every run tries the same examples, so that failures are reproducible. `pytest
+# --hypothesis-profile=search` tries others.
 settings.register_profile(
     "same", settings.get_profile("default"), derandomize=True, deadline=None, print_blob=True
 )
@@ -47,17 +47,17 @@ settings.register_profile(
 )
 settings.load_profile("same")
 
-# A shell starts background jobs with Ctrl-C ignored, nohup ignores SIGHUP, and Python and the programs that
-# it starts leave it at that. Tests that send these signals need them, wherever they are run.
+# Shells start background jobs with SIGINT ignored, nohup ignores SIGHUP, and Python and its child processes
+# inherit that. Tests that send these signals need the default handlers.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect without the garbage collector, and exempt from it what is there by then.
+    """Collect tests with the garbage collector off, then exempt all existing objects from it.
 
-    That is millions of objects which live to the end. Going through them took a third of the time.
+    Those are millions of objects that live until the end. Scanning them took a third of the time.
     """
     gc.disable()
     try:
@@ -69,9 +69,9 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _failures_stay_apart() -> Iterator[None]:
-    """What a failed test left open ends here. Else it would in the next one, which would fail as well."""
+    """Collect what a failed test left open, or it would be collected in the next test and fail that too."""
     yield
-    if hasattr(sys, "last_value"):  # with the frames of the failed test
+    if hasattr(sys, "last_value"):  # it holds the frames of the failed test
         for name in ("last_type", "last_value", "last_traceback", "last_exc"):
             vars(sys).pop(name, None)
         with warnings.catch_warnings(action="ignore"):
@@ -80,7 +80,7 @@ def _failures_stay_apart() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
-    """Whatever ran before, a test that draws from torch's or Python's own generator draws the same."""
+    """Seed torch's and Python's generators, so that the draws of a test don't depend on earlier tests."""
     random.seed(0)
     torch.manual_seed(0)
 
@@ -94,18 +94,18 @@ def _threads_put_back() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch, freed and newly taken blocks, and slots of states, hold NaN, which shows in the answer."""
+    """Fill scratch, freed and new KV blocks and state slots with NaN, so that stale reads show in outputs."""
     from support.poison import poison, poison_blocks
-    from verbatim import opening
+    from verbatim.api import opening
 
     plain = opening.open_engine
 
     def poisoned(*args: Any, **kwargs: Any) -> Any:
         opened = plain(*args, **kwargs)
         store, pool = getattr(opened.runner, "store", None), opened.scheduler.pool
-        if store is None:  # it lies elsewhere, and is poisoned there (tests/support/stages.py)
+        if store is None:  # it is elsewhere, and poisoned there (tests/support/stages.py)
             return opened
-        if store.nbytes > 64 * 2**20:  # reserved memory that is not touched stays free of charge
+        if store.nbytes > 64 * 2**20:  # writing would commit memory that is only reserved
             return opened
         poison_blocks(pool, store, partial(poison, store), store.num_blocks)
         if (states := store.states) is not None:
@@ -114,19 +114,19 @@ def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
         return opened
 
     monkeypatch.setattr(opening, "open_engine", poisoned)
-    monkeypatch.setattr("verbatim.llm.open_engine", poisoned)
+    monkeypatch.setattr("verbatim.api.llm.open_engine", poisoned)
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Compute by the kernels of each instruction set, and by torch ("none")."""
+    """Run a test with the kernels of each instruction set, and with torch only ("none")."""
     with kernels.using(request.param):
         yield request.param
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Toys on the disk, each saved once."""
+    """Return a function to the folder of a toy, which is saved on first use."""
     from support import toys
 
     return toys.saver(tmp_path_factory, toys.make_toy)

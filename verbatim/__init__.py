@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from verbatim._version import __version__ as __version__
 
-# Without `typing`, the command handles Ctrl-C some milliseconds earlier.
+# Not imported from `typing`, so that the command handles Ctrl-C some milliseconds earlier.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from verbatim.api.llm import LLM as LLM
+    from verbatim.api.session import Session as Session
+    from verbatim.api.tensors import generate as generate
+    from verbatim.api.tensors import open_forward as open_forward
     from verbatim.core import Completion as Completion
     from verbatim.core import Delta as Delta
     from verbatim.core import FinishReason as FinishReason
@@ -27,47 +31,42 @@ if TYPE_CHECKING:
     from verbatim.errors import TierFailed as TierFailed
     from verbatim.errors import UnsupportedModel as UnsupportedModel
     from verbatim.errors import VerbatimError as VerbatimError
-    from verbatim.llm import LLM as LLM
     from verbatim.model.kempner.config import KempnerConfig as KempnerConfig
-    from verbatim.model.quantization import Quantization as Quantization
     from verbatim.params import SamplingParams as SamplingParams
     from verbatim.placement.distributed.choice import Cluster as Cluster
     from verbatim.placement.distributed.choice import ExpertParallel as ExpertParallel
     from verbatim.placement.distributed.choice import PipelineParallel as PipelineParallel
     from verbatim.placement.distributed.choice import TensorParallel as TensorParallel
     from verbatim.placement.offload.choice import Offload as Offload
+    from verbatim.quantization.formats import Quantization as Quantization
     from verbatim.sampling.sampler import sample as sample
-    from verbatim.session import Session as Session
-    from verbatim.tensors import generate as generate
-    from verbatim.tensors import open_forward as open_forward
 
-# The public names of each module. They are imported on first use, so that `verbatim --help` does not wait
-# for torch.
+# The public names of each module, imported on first use: `verbatim --help` must not wait for torch.
 _HOMES = {
     "verbatim.core": "Completion Delta FinishReason Result",
     "verbatim.engine.lockstep": "run_together",
     "verbatim.errors": "EngineClosed InvalidRequest ModelError NotSupported OutOfBlocks PromptTooLong "
     "QueueFull RequestFailed SessionBusy StageFailed TierFailed UnsupportedModel VerbatimError",
-    "verbatim.llm": "LLM",
+    "verbatim.api.llm": "LLM",
     "verbatim.model.kempner.config": "KempnerConfig",
-    "verbatim.model.quantization": "Quantization",
+    "verbatim.quantization.formats": "Quantization",
     "verbatim.params": "SamplingParams",
     "verbatim.placement.distributed.choice": "Cluster ExpertParallel PipelineParallel TensorParallel",
     "verbatim.placement.offload.choice": "Offload",
     "verbatim.sampling.sampler": "sample",
-    "verbatim.session": "Session",
-    "verbatim.tensors": "generate open_forward",
+    "verbatim.api.session": "Session",
+    "verbatim.api.tensors": "generate open_forward",
 }
 __all__ = sorted(["__version__", *" ".join(_HOMES.values()).split()])
 
 
 def __getattr__(name: str) -> Any:
-    home = next((home for home, names in _HOMES.items() if name in names.split()), None)
-    if home is None:
+    module = next((module for module, names in _HOMES.items() if name in names.split()), None)
+    if module is None:
         raise AttributeError(f"module 'verbatim' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(home), name)
+    return getattr(importlib.import_module(module), name)
 
 
 def __dir__() -> list[str]:

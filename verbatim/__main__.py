@@ -1,4 +1,4 @@
-"""`python -m verbatim`: the `verbatim` command where its script is not on the path."""
+"""`python -m verbatim`: the `verbatim` command if its script is not on the path."""
 
 from __future__ import annotations
 

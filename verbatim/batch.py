@@ -1,7 +1,7 @@
-"""The data exchanged between engine and runner. Plain data that can be pickled.
+"""The data exchanged between engine and runner, all of it picklable.
 
 `T` is the number of flat token rows, `S` the number of sequences, `R` the number of rows that need
-logits, `V` the vocabulary.
+logits, `V` the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from verbatim.errors import NotSupported
 from verbatim.params import SamplingParams
 
-_FEW = 512  # up to so many numbers, Python is faster than torch
+_MAX_PYTHON_ELEMENTS = 512  # up to this many elements, Python is faster than torch
 
 SCRATCH_BLOCK = 0  # never allocated to a sequence: padding reads and writes it
 ZERO_STATE = 0  # the slot of the state before the first token; never allocated to a sequence
@@ -24,7 +24,7 @@ DRAW_FAILED = -1  # the id of a row with no drawable token
 
 
 class AttentionBatch(NamedTuple):
-    """The part of a `Batch` that attention over a paged store needs."""
+    """The fields of a `Batch` that attention over a paged KV cache needs."""
 
     query_starts: Tensor
     context_lens: Tensor
@@ -36,31 +36,29 @@ class Batch:
     """A complete description of one forward over many sequences, without padding.
 
     The rows of a sequence are contiguous and in order: rows `query_starts[s]` to `query_starts[s + 1]`
-    belong to sequence `s`. Its row `j` of `q` has position `context_lens[s] - q + j`, and attends to
+    belong to sequence `s`. Row `j` of its `q` rows has position `context_lens[s] - q + j`, and attends to
     every earlier position of that sequence through `block_tables[s]`.
 
-    Of a model with recurrent layers, sequence `s` begins with the state in slot `state_sources[s]`, and its
+    In a model with recurrent layers, sequence `s` starts from the state in slot `state_sources[s]`, and the
     state after row `state_rows[w]` is written to slot `state_targets[w]`; no slot is both read and written.
     """
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, absolute
     query_starts: Tensor  # [S + 1] int32
-    context_lens: Tensor  # [S] int32, positions in the KV store once this forward has written
+    context_lens: Tensor  # [S] int32, positions in the KV cache after this forward
     block_tables: Tensor  # [S, blocks] int32, padded with SCRATCH_BLOCK
     logit_rows: Tensor  # [R] int64, indices into the T rows, ascending
-    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), before all else
+    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), done first
     wants_hidden: bool = False  # return the input of the LM head for the logit rows
-    forced_experts: Tensor | None = None  # [T, layers, k] int16, -1 where the router is free
-    forced_keys: Tensor | None = None  # [T, layers, k] int32, -1 alone where the indexer is free
-    records_keys: bool = False  # record the keys that indexers choose
-    state_sources: Tensor | None = None  # [S] int32; None: the model keeps no states
+    forced_experts: Tensor | None = None  # [T, layers, k] int16, -1 where the router selects
+    forced_keys: Tensor | None = None  # [T, layers, k] int32, all -1 where the indexer selects
+    records_keys: bool = False  # record the keys that indexers select
+    state_sources: Tensor | None = None  # [S] int32; None: the model has no recurrent states
     state_rows: Tensor | None = None  # [W] int32, indices into the T rows, ascending
     state_targets: Tensor | None = None  # [W] int32
-    adapters: Tensor | None = (
-        None  # [S] int64, `Adapter.number`, 0 for none; None: no sequence has one
-    )
-    entering: Tensor | None = None  # [T, H], hidden states of the layers before, on another stage
+    adapters: Tensor | None = None  # [S] int64, `Adapter.number` or 0; None: no adapter is used
+    entering: Tensor | None = None  # [T, H], hidden states from the previous stage
 
     @classmethod
     def of(
@@ -72,12 +70,12 @@ class Batch:
         adapters: Sequence[int] = (),
         **fields: Any,
     ) -> Batch:
-        """Return a batch from plain numbers.
+        """Build a batch from lists of numbers.
 
         Args:
-            spans: for each sequence the ids of its rows, the position of the first one, and its blocks.
+            spans: for each sequence the ids of its rows, the position of the first row, and its block table.
             states: sources, rows and targets, as for `state_columns`.
-            adapters: the number for each sequence; empty: no sequence has one.
+            adapters: adapter number of each sequence, 0 for none; empty: no adapter is used.
             fields: other fields of `Batch`.
         """
         token_ids: list[int] = []
@@ -126,7 +124,7 @@ class Batch:
 
     def slots(self, block_size: int) -> Tensor:
         """Return the KV slot of each row: block times `block_size` plus offset, `[T]` int64."""
-        if self.num_tokens + self.block_tables.numel() <= _FEW:
+        if self.num_tokens + self.block_tables.numel() <= _MAX_PYTHON_ELEMENTS:
             positions, starts = self.positions.tolist(), self.query_starts.tolist()
             slots = [
                 table[position // block_size] * block_size + position % block_size
@@ -154,8 +152,8 @@ class Adapter:
     """A LoRA adapter of a model (Hu et al. 2021).
 
     Attributes:
-        number: its identity, 1 or more; a later adapter of the same name has another number.
-        layers: its matrices, by the names of the model's linear layers.
+        number: unique number, 1 or more; a later adapter of the same name has another number.
+        layers: its matrices, by name of the model's linear layers.
     """
 
     name: str
@@ -165,14 +163,14 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The shape of what a model's layers choose for each token (experts, or keys): `[layers, k]` numbers.
+    """The shape `[layers, k]` of the experts or keys that a model's layers select for each token.
 
     Attributes:
-        layers: number of layers that choose; numbered in the order they run.
-        k: choices of each layer; -1 fills the end if there are fewer.
-        count: number of experts; 0: the choices are positions up to the token's own.
-        reason: the reason why choices can't be recorded; None if they can.
-        replay_reason: the reason why recorded choices can't be replayed; None if they can.
+        layers: number of layers that select, in execution order.
+        k: selections per layer; padded with -1 if there are fewer.
+        count: number of experts; 0: the selections are positions up to the token's own.
+        reason: why choices can't be recorded; None if they can.
+        replay_reason: why recorded choices can't be replayed; None if they can.
     """
 
     layers: int = 0
@@ -183,7 +181,7 @@ class Choices:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token's record."""
+        """Size of the record of one token."""
         return self.dtype.itemsize * self.layers * self.k
 
     @property
@@ -193,7 +191,7 @@ class Choices:
         return torch.uint8 if self.count <= 256 else torch.int16
 
     def check(self, what: str) -> None:
-        """Raise NotSupported if there is nothing to record."""
+        """Raise NotSupported if choices can't be recorded."""
         if self.reason is not None:
             raise NotSupported(f"{what}: {self.reason}")
 
@@ -212,10 +210,9 @@ def block_tables(blocks: list[list[int]]) -> Tensor:
 
 
 def state_columns(sources: list[int], rows: list[int], targets: list[int]) -> dict[str, Any]:
-    """Return the fields of `Batch` for states; empty if there is no slot to write to.
+    """Return the state fields of a `Batch`; empty if no state is to be written.
 
-    Args:
-        targets: the slot for each of `rows`; `ZERO_STATE` leaves that row's state out.
+    `targets` has the slot for the state after each of `rows`, or `ZERO_STATE` if it is not written.
     """
     writes = [(row, slot) for row, slot in zip(rows, targets, strict=True) if slot != ZERO_STATE]
     if not writes:
@@ -227,20 +224,16 @@ def state_columns(sources: list[int], rows: list[int], targets: list[int]) -> di
     }
 
 
-def dummy_batch(count: int = 1, width: int = 1, device: torch.device | str | None = None) -> Batch:
-    """Return a batch of `count` sequences with one row each, in the scratch block; one is the smallest batch.
-
-    Args:
-        width: of the block tables.
-    """
-    zeros = torch.zeros(count, dtype=torch.int64, device=device)
+def dummy_batch(count: int = 1, width: int = 1) -> Batch:
+    """Return a batch of `count` one-row sequences in the scratch block; block tables have `width` columns."""
+    zeros = torch.zeros(count, dtype=torch.int64)
     return Batch(
         token_ids=zeros,
         positions=zeros.clone(),
-        query_starts=torch.arange(count + 1, dtype=torch.int32, device=device),
-        context_lens=torch.ones(count, dtype=torch.int32, device=device),
-        block_tables=torch.full((count, width), SCRATCH_BLOCK, dtype=torch.int32, device=device),
-        logit_rows=torch.arange(count, device=device),
+        query_starts=torch.arange(count + 1, dtype=torch.int32),
+        context_lens=torch.ones(count, dtype=torch.int32),
+        block_tables=torch.full((count, width), SCRATCH_BLOCK, dtype=torch.int32),
+        logit_rows=torch.arange(count),
     )
 
 
@@ -249,18 +242,18 @@ class SampleRow:
     """The parameters that turn one row of logits into a token id.
 
     Attributes:
-        params: the request's own parameters.
-        seed, sample_index, position: the identity of the draw; `position` is that of the token to be
-            drawn, absolute in its sequence (the first new token after a prompt of P ids has P).
+        params: the request's parameters.
+        seed, sample_index, position: the identity of the draw; `position` is the absolute position of the
+            token to be drawn (P for the first new token after a prompt of P ids).
         prompt_ids, output_ids: the history for penalties and `bad_words`; empty if not needed.
         banned_ids: ids that can't be drawn at this step (`min_tokens`, completed `bad_words`).
         target: if not None, this is a prompt-logprob row: nothing is drawn, and the log-prob of this
             id is returned.
-        num_logprobs: number of likeliest ids to return.
+        num_logprobs: number of the likeliest ids to return.
         mask: the ids that the grammar allows: int32 `[ceil(V / 32)]`, bit `i % 32` of word `i // 32`.
-        processed: `[V]` float32, the row after the request's own processors, to draw from in place of
-            the logits. The model's log-probs are still those of the logits.
-        num_candidates: if above 0, this is a row of a beam: nothing is drawn, and so many candidates
+        processed: `[V]` float32, the logits after the request's own processors, to draw from. The model's
+            log-probs are still those of the unprocessed logits.
+        num_candidates: if above 0, the row belongs to a beam: nothing is drawn, and this many candidates
             are returned.
     """
 
@@ -283,12 +276,12 @@ class SamplePlan:
     """The draws to make, in order."""
 
     rows: list[SampleRow]
-    logits_rows: list[int] | None = None  # the logits row of each; None: one each, in order
+    logits_rows: list[int] | None = None  # logits row of each draw; None: row i for draw i
 
     def of(self, numbers: Sequence[int]) -> SamplePlan:
-        """Return the plan of some of the rows."""
-        where = self.logits_rows or range(len(self.rows))
-        return SamplePlan([self.rows[i] for i in numbers], [where[i] for i in numbers])
+        """Return the plan for a subset of the rows."""
+        logits_rows = self.logits_rows or range(len(self.rows))
+        return SamplePlan([self.rows[i] for i in numbers], [logits_rows[i] for i in numbers])
 
 
 class Candidate(NamedTuple):
@@ -301,7 +294,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The likeliest continuations of a beam, likeliest first; few of them are ever looked at."""
+    """The likeliest continuations of a beam, likeliest first; as columns, since few of them are read."""
 
     ids: list[int]
     logprobs: list[float]
@@ -312,10 +305,10 @@ class Candidates:
 
 
 class Support(NamedTuple):
-    """The part of a row that the filters (top-k, top-p, min-p, typical) left to draw from."""
+    """The ids of a row that the filters (top-k, top-p, min-p, typical) kept."""
 
     ids: list[int] | None  # ascending; None: all that can be drawn
-    # Logarithm of their share of the distribution before the filters, after the temperature.
+    # Log of their probability mass after the temperature and before the filters.
     log_mass: float
 
 
@@ -324,11 +317,11 @@ class Draw(NamedTuple):
 
     id: int  # the drawn id, or the row's target; DRAW_FAILED
     logprob: float  # of the raw model distribution at temperature 1
-    sampled_logprob: float  # of the distribution drawn from; 0.0 at temperature 0
+    sampled_logprob: float  # of the distribution that was sampled; 0.0 at temperature 0
     top_ids: list[int]  # likeliest first (ties: lowest id), raw distribution
     top_logprobs: list[float]
-    support: Support = Support(None, 0.0)  # if requested
-    candidates: Candidates | None = None  # of a beam
+    support: Support = Support(None, 0.0)  # set if requested
+    candidates: Candidates | None = None  # for the row of a beam
 
     @property
     def top(self) -> list[tuple[int, float]]:
@@ -336,4 +329,4 @@ class Draw(NamedTuple):
         return list(zip(self.top_ids, self.top_logprobs, strict=True))
 
 
-Draws = list[Draw]  # row by row
+Draws = list[Draw]  # one per row

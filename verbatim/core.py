@@ -1,6 +1,6 @@
-"""The nouns: `Request` and its `Sequence`s, and the results returned to the caller.
+"""The core data types: `Request` and its `Sequence`s, and the results returned to the caller.
 
-Ids are the truth; text is a view of them.
+Token ids are authoritative; text is derived from them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from verbatim.batch import Candidates, SampleRow, Support
-from verbatim.beam import BeamSearch
 from verbatim.params import SamplingParams
 from verbatim.sampling.stopping import FinishReason as FinishReason
 from verbatim.sampling.stopping import StopReason as StopReason
@@ -28,20 +27,20 @@ TopLogprobs = list[tuple[int, float]]  # (id, log-prob), likeliest first
 
 
 class BadWords:
-    """The banned token sequences of a request; false if there are none."""
+    """The banned token sequences of a request; falsy if empty."""
 
     def __init__(self, sequences: Iterable[tuple[int, ...]]) -> None:
         self._last: dict[tuple[int, ...], list[int]] = {}
-        for *before, last in sequences:
-            self._last.setdefault(tuple(before), []).append(last)
-        self._lengths = sorted({len(before) for before in self._last})
+        for *prefix, last in sequences:
+            self._last.setdefault(tuple(prefix), []).append(last)
+        self._lengths = sorted({len(prefix) for prefix in self._last})
 
     def __bool__(self) -> bool:
         return bool(self._last)
 
     @property
     def num_history(self) -> int:
-        """Number of last ids that `blocked` needs."""
+        """Maximum number of preceding ids that `blocked` needs."""
         return self._lengths[-1] if self._lengths else 0
 
     def blocked(self, history: SequenceOf[int]) -> list[int]:
@@ -60,33 +59,33 @@ class Completion:
     """One finished completion of a prompt.
 
     `token_ids`, `logprobs`, `sampled_logprobs` and, if requested, `top_logprobs` always have the same
-    length: every token through the one that completed a stop. Only `text` is cut.
+    length, and include the token that completed a stop. Only `text` is cut.
     """
 
     index: int  # 0 to `n - 1`
-    sample_index: int  # of its noise: `index` plus the request's first sample index
-    text: str  # "" where the engine has no tokenizer
+    sample_index: int  # selects the noise: `index` plus the request's first sample index
+    text: str  # "" if the engine has no tokenizer
     token_ids: list[int]
     logprobs: list[float]  # of the raw model distribution at temperature 1, one per token
-    # Of the distribution drawn from; 0.0 at temperature 0. None for beams, which are not drawn.
+    # Of the distribution that was sampled; 0.0 at temperature 0. None for beams, which are not sampled.
     sampled_logprobs: list[float] | None
     top_logprobs: list[TopLogprobs] | None  # only with SamplingParams(logprobs=N)
     finish_reason: FinishReason
     stop_reason: StopReason
     seed: int  # reproduces this completion, together with `sample_index`
-    # The weight version that generated each token, as counted by `update_weights`; one per token.
+    # One per token: the version, as set by `update_weights`, of the weights that generated it.
     weight_versions: list[int]
-    # The ids that the filters left to draw each token from, ascending, None for all; and the logarithm of
-    # their share of the distribution before the filters. Only with SamplingParams(support=True).
+    # For each token, the ids that the filters kept, ascending, None for all; and the log of their
+    # probability mass before the filters. Only with SamplingParams(support=True).
     supports: list[list[int] | None] | None = None
     log_masses: list[float] | None = None
-    score: float | None = None  # of a beam: summed log-probs / length ** length_penalty
+    score: float | None = None  # for beams: summed log-probs / length ** length_penalty
     hidden_states: Tensor | None = None  # [N, H]: input of the LM head for each token
     # [P + N - 1, layers, k] int16: the experts selected for each token. Fewer positions if the request
     # was aborted or timed out while its K and V were evicted.
     routing: Tensor | None = None
-    # [P + N - 1, layers, k] int32: the positions that the indexer of each layer chose for each token,
-    # ascending, then -1.
+    # [P + N - 1, layers, k] int32: the positions that the indexer of each layer selected for each token,
+    # ascending, padded with -1.
     indices: Tensor | None = None
 
 
@@ -94,15 +93,15 @@ class Completion:
 class DraftStats:
     """Statistics of speculative decoding, of one request or since the engine was opened.
 
-    Entry `j` of a list counts the `j + 1`-th tokens of drafts.
+    Entry `j` of a list is about the `j + 1`-th tokens of all drafts.
     """
 
     num_drafted: list[int] = field(default_factory=list)  # draft tokens that were verified
-    num_accepted: list[int] = field(default_factory=list)  # of those: equal to the model's own draw
+    num_accepted: list[int] = field(default_factory=list)  # of those, equal to the model's draw
     # Forwards in which a sequence with drafting enabled drew tokens, counted per sequence.
     num_forwards: int = 0
     num_tokens: int = 0  # tokens drawn in those forwards
-    # Proposed ids that were invalid or over the requested length, with all ids behind them.
+    # Proposed ids that were dropped: invalid ids and all after them, and ids beyond the requested length.
     num_cut: int = 0
     num_errors: int = 0  # exceptions and invalid results of the proposer
     time_s: float = 0.0  # spent in the proposer
@@ -136,7 +135,7 @@ class Metrics:
     first_token_s: float = 0.0  # from arrival to its first token
     total_s: float = 0.0  # from arrival to its last token
     per_token_s: float = 0.0  # mean time between two tokens
-    num_cached_tokens: int = 0  # prompt tokens with cached KV
+    num_cached_tokens: int = 0  # prompt tokens with cached K and V
     preemptions: int = 0
     draft: DraftStats = field(default_factory=DraftStats)
 
@@ -146,15 +145,15 @@ class Result:
     """The output of one prompt."""
 
     request_id: str
-    prompt: str | None  # None where ids were given
+    prompt: str | None  # None if the prompt was given as ids
     prompt_token_ids: list[int]
-    prompt_logprobs: list[float | None] | None  # P entries, the first None; if requested
+    prompt_logprobs: list[float | None] | None  # if requested: P entries, the first None
     prompt_top_logprobs: list[TopLogprobs | None] | None
     outputs: list[Completion]  # in order of `index`
-    num_cached_tokens: int  # prompt tokens with reused KV
+    num_cached_tokens: int  # prompt tokens with cached K and V
     metrics: Metrics
-    weight_version: int  # of the weights when it finished
-    # [P - 1, H]: input of the LM head that predicts each prompt token after the first
+    weight_version: int  # when the request finished
+    # [P - 1, H]: inputs of the LM head that predict the prompt tokens after the first
     prompt_hidden_states: Tensor | None = None
 
 
@@ -162,8 +161,8 @@ class Result:
 class Delta:
     """The output that one step added to one completion of a streamed request.
 
-    The `text`s of a completion's deltas join to its final text. Text that may be the beginning of a stop
-    string, or of an incomplete character, is delayed until that is decided.
+    The `text`s of a completion's deltas join to its final text. Text that may begin a stop string, or is
+    part of an incomplete character, is held back until this is known.
     """
 
     request_id: str
@@ -183,7 +182,7 @@ class Delta:
 
 
 class Token(NamedTuple):
-    """The records of one token of a sequence, as `Completion` describes them."""
+    """The values recorded for one token of a sequence, as described in `Completion`."""
 
     logprob: float = math.nan
     sampled_logprob: float = math.nan
@@ -199,10 +198,10 @@ class CachedBlocks:
 
     Attributes:
         blocks: the block table.
-        num_computed: number of tokens whose K and V are in `blocks`.
+        num_computed: number of tokens with K and V in `blocks`.
         num_indexed: number of leading blocks that are in the prefix cache.
         states: for recurrent layers, maps a number of tokens to the slot of the state after them.
-        num_draft_computed: by MTP layer, number of leading positions whose K and V are in `blocks`.
+        num_draft_computed: number of leading positions with K and V in `blocks`, by MTP layer.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -219,37 +218,37 @@ class CachedBlocks:
             setattr(other, name, getattr(empty, name))
 
     def truncate_draft_cache(self, num_tokens: int) -> None:
-        """Keep only slots of MTP layers that depend on no token after the first `num_tokens`."""
+        """Drop the K and V of MTP layers that depend on tokens after the first `num_tokens`."""
         for layer, count in self.num_draft_computed.items():
             self.num_draft_computed[layer] = min(count, max(0, num_tokens - 1 - layer))
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence(CachedBlocks):
-    """The ids of one sample, or one beam, of one request, with their KV cache."""
+    """One sample or one beam of a request: its ids and their KV cache."""
 
     request: Request
     index: int
     watch: StopWatch
     grammar: StructureState | None = None
     output_ids: list[int] = field(default_factory=list)
-    tokens: list[Token] = field(default_factory=list)  # the record of each of `output_ids`
-    routing: Tensor | None = None  # read from its blocks when it ends
+    tokens: list[Token] = field(default_factory=list)  # one per entry of `output_ids`
+    routing: Tensor | None = None  # read from the sequence's blocks when it ends
     indices: Tensor | None = None  # likewise
     number: int = 0  # order of arrival, the tie-breaker of `rank`; kept through preemption
-    keys: list[bytes] = field(default_factory=list)  # of its full blocks, computed or not
-    snapshot: bytes | None = None  # key of its latest state that was cached while decoding
-    # Candidates of a beam's next token, until all beams of its request have theirs; and its record.
+    keys: list[bytes] = field(default_factory=list)  # prefix-cache keys of its full blocks
+    snapshot: bytes | None = None  # key of the latest state that was cached while decoding
+    # A beam's candidates, until all beams of its request have theirs; and the record of its next token.
     candidates: Candidates | None = None
     next_token: Token = field(default_factory=Token)
-    score: float = 0.0  # of a beam
+    score: float = 0.0  # beam search only
     num_sent: int = 0  # tokens already sent as deltas
-    # Of a finished sequence whose choices were lost with a stage: positions to compute again to record them.
+    # Positions to recompute if the recorded choices of a finished sequence were lost with a stage.
     num_recorded: int | None = None
 
     @property
     def sample_index(self) -> int:
-        """The sample index of this sequence's noise."""
+        """Index that selects this sequence's noise."""
         return self.request.first_sample + self.index
 
     @property
@@ -258,7 +257,7 @@ class Sequence(CachedBlocks):
 
     @property
     def num_needed(self) -> int:
-        """Number of tokens that must be computed: before the next one can be drawn, or to be recorded."""
+        """Number of tokens to compute before the next one can be drawn, or before all are recorded."""
         return self.num_tokens if self.num_recorded is None else self.num_recorded
 
     @property
@@ -276,12 +275,12 @@ class Sequence(CachedBlocks):
 
     @property
     def next_prompt_row(self) -> int | None:
-        """The first position whose prompt-logprob row is missing; None if none is."""
+        """The first position without a prompt-logprob row; None if all rows are computed."""
         request = self.request
         if not request.needs_prompt_rows or self.index != 0:
             return None
-        done = len(request.prompt_tokens)  # an eviction does not discard them
-        return done if done < request.num_input_tokens - 1 else None
+        num_done = len(request.prompt_tokens)  # kept through evictions
+        return num_done if num_done < request.num_input_tokens - 1 else None
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -298,12 +297,10 @@ class Sequence(CachedBlocks):
         return prompt[start:] + self.output_ids[: stop - len(prompt)]
 
     def draw_row(self, ahead: SequenceOf[int] = (), mask: Tensor | None = None) -> SampleRow:
-        """Return the row that draws the token after this sequence and the ids `ahead`.
+        """Return the row that draws the token after this sequence and the draft ids `ahead`.
 
-        It equals the row of plain decoding after those ids.
-
-        Args:
-            mask: the ids that the grammar allows there, as `SampleRow.mask`; None allows all.
+        It equals the row without drafts once those ids are accepted. `mask` has the ids that the grammar
+        allows there, as `SampleRow.mask`; None allows all.
         """
         request, params = self.request, self.request.params
         output_ids = [*self.output_ids, *ahead] if ahead else self.output_ids
@@ -341,7 +338,7 @@ class Sequence(CachedBlocks):
         self.watch.finish(FinishReason.STOP)
 
     def fork(self, index: int) -> Sequence:
-        """Return an independent copy of the output so far, without blocks."""
+        """Return an independent copy of the sequence so far, without blocks."""
         return Sequence(
             self.request,
             index,
@@ -356,17 +353,17 @@ class Sequence(CachedBlocks):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class SessionCache(CachedBlocks):
-    """The KV cache of one session between its turns; during a turn, its sequence has it.
+    """The KV cache of one session between its turns; during a turn, the turn's sequence holds it.
 
     Attributes:
         max_length: maximum number of tokens of the conversation.
-        idle_timeout_s: idle time after which blocks and reservation are returned; None for no limit.
+        idle_timeout_s: idle time after which the blocks and the reservation are freed; None for no limit.
         token_ids: the computed tokens.
-        adapter: the adapter that computed them, as `Request.adapter`.
+        adapter: number of the adapter that computed `token_ids`, as `Request.adapter`.
         is_private: the blocks must not enter the prefix cache: they were loaded from a file, or computed
             before the prefix cache was cleared.
         last_used: end of the last turn, on the monotonic clock; infinite during a turn.
-        closed: the session is closed and keeps no more blocks.
+        closed: the session is closed and must not hold blocks.
         turn: the sequence that holds the blocks during a turn.
     """
 
@@ -380,8 +377,7 @@ class SessionCache(CachedBlocks):
     turn: Sequence | None = None
 
 
-# How much earlier a request must arrive to go before one of the next better priority.
-PRIORITY_STEP_S = 60.0
+PRIORITY_STEP_S = 60.0  # waiting time that equals one step of priority
 
 
 @dataclass(slots=True, eq=False)
@@ -397,31 +393,31 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     seed: int
-    max_tokens: int  # with `resumed_ids`; from `params.max_tokens` and the length limit
-    stop_ids: frozenset[int]  # that end a completion: `stop_token_ids` of one id, end of sequence
-    bad_words: BadWords  # sequences of several ids
+    max_tokens: int  # including `resumed_ids`; from `params.max_tokens` and the length limit
+    stop_ids: frozenset[int]  # single ids that end a completion: `stop_token_ids`, end of sequence
+    bad_words: BadWords  # banned sequences of two ids or more
     arrival: float  # time.monotonic()
     begin: Callable[[Request], None]  # creates its initial sequences
-    # Ids that can be drawn at any step, as a `SampleRow.mask`: `allowed_token_ids`, `bad_words` of one id.
+    # Ids that can be drawn at any step, as a `SampleRow.mask`: `allowed_token_ids`, single-id `bad_words`.
     allowed_mask: Tensor | None = None
     first_sample: int = 0  # sample index of completion 0
     resumed_ids: list[int] = field(default_factory=list)  # completion tokens of an earlier request
     resumed_text: str = ""  # their text, already sent
-    session_cache: SessionCache | None = None  # of a session's turn
+    session_cache: SessionCache | None = None  # set if the request is a session's turn
     shown_ids: frozenset[int] = frozenset()  # special tokens that stay in the text
     adapter: int = 0  # `Adapter.number`; 0: none
     sequences: list[Sequence] = field(default_factory=list)
-    search: BeamSearch[Sequence] | None = None  # with `num_beams`
-    # The records of the prompt's positions 1, 2, ..., if log-probs or hidden states of them are requested.
+    search: Any = None  # with `num_beams`: the `BeamSearch`
+    # Values recorded for prompt positions 1, 2, ..., if their log-probs or hidden states are requested.
     prompt_tokens: list[Token] = field(default_factory=list)
     metrics: Metrics = field(default_factory=Metrics)
     was_scheduled: bool = False
-    num_lost: int = 0  # of its steps, with a stage, since its last result
-    num_ended: int = 0  # sequences with a final delta
-    weight_version: int = 0  # of the weights that generate its next token
-    # Called with its deltas in the thread of the step; None: they are not read.
+    num_lost: int = 0  # consecutive steps that were lost with a stage
+    num_ended: int = 0  # sequences that have had their final delta
+    weight_version: int = 0  # of the weights that will generate the next token
+    # Called with each delta, in the thread that runs the step; None: deltas are not read.
     deliver: Callable[[Delta], object] | None = None
-    on_end: Callable[[], object] | None = None  # called in the thread of the step that ended it
+    on_end: Callable[[], object] | None = None  # called at the end, in the same thread
     error: BaseException | None = None
     result: Result | None = None  # set once, when the last sequence has ended
 
@@ -431,7 +427,7 @@ class Request:
 
     @property
     def deadline(self) -> float:
-        """The time at which it ends with the reason "timeout", on the monotonic clock."""
+        """The time at which the request ends with reason "timeout", on the monotonic clock."""
         timeout_s = self.params.timeout_s
         return math.inf if timeout_s is None else self.arrival + timeout_s
 
@@ -453,13 +449,10 @@ class Request:
 
     @property
     def rank(self) -> float:
-        """Scheduling order, smallest first: the arrival time, shifted by the priority.
-
-        New arrivals get ever larger ranks, so no request starves.
-        """
+        """Scheduling order, smallest first: arrival time, shifted by the priority; so no request starves."""
         return self.arrival + PRIORITY_STEP_S * self.params.priority
 
     @property
     def needs_prompt_rows(self) -> bool:
-        """True if logits or hidden states of every prompt position are requested, which are not cached."""
+        """True if logits or hidden states of all prompt positions, which are not cached, are requested."""
         return self.params.prompt_logprobs is not None or self.params.hidden_states

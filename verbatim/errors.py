@@ -31,15 +31,11 @@ class UnsupportedModel(ModelError, ValueError):
 
 
 class ModelChanged(VerbatimError, RuntimeError):
-    """A model that changed after it was opened: a live module's layers, vocabulary or dtype, or the files
-    of the weights.
-    """
+    """A model changed after it was opened: a live module's layers, vocabulary or dtype, or weight files."""
 
 
 class OutOfBlocks(VerbatimError, MemoryError):
-    """The KV memory is too small for one sequence of the requested length, or the open sessions leave too
-    little of it for another session.
-    """
+    """The KV memory is too small for one sequence of the requested length, or for another open session."""
 
 
 class QueueFull(VerbatimError, RuntimeError):
@@ -47,11 +43,11 @@ class QueueFull(VerbatimError, RuntimeError):
 
 
 class EngineClosed(VerbatimError, RuntimeError):
-    """A call on an engine or a session after its `close()`."""
+    """A call to an engine or a session after its `close()`."""
 
 
 class SessionBusy(VerbatimError, RuntimeError):
-    """A call on a session while another call is in progress."""
+    """A call to a session while another call is in progress."""
 
 
 class TierFailed(VerbatimError, OSError):
@@ -75,15 +71,23 @@ class RequestFailed(VerbatimError, RuntimeError):
 
 
 class StageFailed(VerbatimError, RuntimeError):
-    """A stage of a cluster was lost and could not be replaced, or could not be had when the model was opened;
-    the message names it and the reason.
+    """A stage of a cluster was lost and could not be replaced, or was not available at opening.
 
-    The requests of the step fail with this error. The engine stays open: the next request tries to replace
-    the stage again, and sessions keep their tokens.
+    The message names the stage and the reason. The requests of the step fail with this error. The engine
+    stays open: the next request tries again to replace the stage, and sessions keep their tokens.
     """
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error message."""
+    """Return the first line of an error message, or the error's type if the message is empty."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0].strip() if lines else type(error).__name__
+
+
+def as_exception(error: BaseException) -> Exception:
+    """Return the error of a step as an Exception for other callers; SystemExit and the like are wrapped."""
+    if isinstance(error, Exception):
+        return error
+    wrapper = RequestFailed(f"the step was interrupted by {error!r}")
+    wrapper.__cause__ = error
+    return wrapper

@@ -1,4 +1,4 @@
-"""Threads, memory, dtypes and ranks: what options of `LLM` mean on this machine."""
+"""Helpers that resolve `LLM` options on this machine: threads, memory, dtypes, ranks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verbatim.checks import integer
+from verbatim.common.checks import integer
 from verbatim.errors import InvalidRequest
 
 
 def thread_count(value: Any) -> int | None:
-    """Return `num_threads`: None, or 1 to four times the processors (64 at least)."""
-    most = max(64, 4 * (os.cpu_count() or 1))
-    if value is not None and integer("num_threads", value) > most:
-        raise InvalidRequest(f"num_threads={value}: at most {most} on this machine")
+    """Validate `num_threads`: None, or 1 to four times the number of processors (or 64 if that is more)."""
+    limit = max(64, 4 * (os.cpu_count() or 1))
+    if value is not None and integer("num_threads", value) > limit:
+        raise InvalidRequest(f"num_threads={value}: at most {limit} on this machine")
     return None if value is None else int(value)
 
 
@@ -28,7 +28,7 @@ def total_memory() -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes of RAM that are free or can be freed now."""
+    """Return the bytes of RAM that are free or can be freed immediately."""
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:
@@ -44,7 +44,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# The dtypes of tensors that processes send to each other, by name.
+# The dtypes of tensors that may be sent between processes, by name.
 SENT_DTYPES = {
     dtype_name(dtype): dtype
     for dtype in (
@@ -56,20 +56,16 @@ SENT_DTYPES = {
 
 def on_cpu() -> AbstractContextManager[Any]:
     """Run the block with the CPU as torch's default device."""
-    # Without modes there is no other device, which costs a step next to nothing to know. A finalizer may be
-    # called when the interpreter ends, and can't import what torch would to look for one.
-    is_empty = not torch._C._len_torch_function_stack()
-    if is_empty or sys.is_finalizing() or torch.get_default_device().type == "cpu":
+    # Fast path: without torch function modes, the CPU is the default device. A finalizer may run at
+    # interpreter exit, when the imports of `torch.get_default_device` would fail.
+    has_no_modes = not torch._C._len_torch_function_stack()
+    if has_no_modes or sys.is_finalizing() or torch.get_default_device().type == "cpu":
         return nullcontext()
     return torch.device("cpu")
 
 
 def rank_of(group: Any) -> int:
-    """Return this process's rank in `process_group`; 0 where it is None.
-
-    Raises:
-        InvalidRequest: it is not a group, or this process is not in it.
-    """
+    """Return this process's rank in a group, 0 for None; raise InvalidRequest if it is not in the group."""
     if group is None:
         return 0
     if not dist.is_initialized():

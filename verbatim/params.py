@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from verbatim.checks import (
+from verbatim.common.checks import (
     as_index,
     check_fields,
     integer,
@@ -18,8 +18,8 @@ from verbatim.checks import (
     optional_integer,
     optional_seconds,
 )
+from verbatim.common.spelling import suggests_names
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.spelling import suggests_names
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
@@ -34,7 +34,8 @@ MAX_BAD_WORDS = 4096
 MAX_STRUCTURE_CHARS = 131_072  # of a schema, a regex, a grammar, or all choices together
 _FLOAT32_MAX = 3.4028235e38
 
-CHOICES = ("routing", "indices")  # what layers choose for a token, and is recorded and replayed
+# Choices of layers for each token that a request can record and replay: experts, keys.
+CHOICES = ("routing", "indices")
 STRUCTURES = ("json_schema", "regex", "grammar", "choice")  # at most one of them in a request
 
 _NOT_HASHED = frozenset({"logit_bias", "replay_routing", "replay_indices"})
@@ -53,60 +54,60 @@ class SamplingParams:
         n: completions per prompt, 1 to 4096; completion `i` draws with sample index `i`.
         temperature: divisor of the logits; 0 is greedy (ties: the lowest id).
         top_k: keep the k largest logits (ties at the k-th are kept); 0 keeps all.
-        top_p: keep the fewest tokens whose probabilities reach `top_p`, in (0, 1]; the token that
-            crosses the threshold is kept.
+        top_p: keep the smallest set of the likeliest tokens with a total probability of at least `top_p`,
+            in (0, 1].
         min_p: drop tokens less likely than `min_p` times the likeliest, in [0, 1].
-        typical_p: keep the tokens whose surprise is nearest the entropy, up to this mass, in (0, 1]
-            (Meister et al. 2022).
+        typical_p: keep the tokens with a surprisal nearest to the entropy, up to this total probability,
+            in (0, 1] (Meister et al. 2022).
         repetition_penalty: positive logits of ids in the prompt or completion are divided by it,
             negative ones multiplied (Keskar et al. 2019); above 0.
         presence_penalty: subtracted once from the logit of every id in the completion, in [-2, 2].
         frequency_penalty: subtracted once per occurrence in the completion, in [-2, 2].
-        logit_bias: token id to a number that is added to its logit.
+        logit_bias: number to add to the logit, by token id.
         bad_words: strings, or lists of ids, that are never generated; at most 4096.
         allowed_token_ids: the only ids that may be drawn; None allows all.
-        min_tokens: tokens before which end-of-sequence ids and stop ids are banned.
+        min_tokens: number of tokens before which end-of-sequence ids and stop ids are banned.
         max_tokens: maximum number of new tokens; None: up to the length limit.
-        stop: strings that end the completion; the text is cut before them.
+        stop: strings that end the completion; the text is cut before the string.
         stop_token_ids: ids, or lists of ids, that end the completion; they stay in `token_ids`.
         include_stop_str_in_output: keep the stop string in the text.
         ignore_eos: continue after the model's end-of-sequence ids.
-        seed: 64-bit seed of the noise, in [0, 2**64); None: random, reported in the result.
+        seed: 64-bit seed of the noise, in [0, 2**64); None: a random one, which the result reports.
         logprobs: None: log-probs of the drawn tokens; N: also those of the top N tokens of each step.
-        prompt_logprobs: None: none; N: log-probs of the prompt tokens and of the top N at each.
-        json_schema: a JSON schema as a dictionary, a bool or its text; the completion is a document that
-            validates. True (or {}) means any JSON. The document is compact: the only whitespace is one space
-            after a colon or comma.
+        prompt_logprobs: None: none; N: log-probs of the prompt tokens, and of the top N at each position.
+        json_schema: a JSON schema as a dictionary, a bool or JSON text; the completion is a document that
+            conforms to it. True (or {}) allows any JSON. The document is compact: the only whitespace is one
+            space after a colon or comma.
         any_whitespace: allow the document of `json_schema` to be indented; a model may then fill it with
             line breaks.
         regex: regular expression that the whole completion matches.
-        grammar: context-free grammar in Lark's syntax, as llguidance reads it.
-        choice: strings, one of which is the completion.
+        grammar: context-free grammar in llguidance's variant of Lark syntax.
+        choice: strings of which one is the completion.
         num_beams: above 1: beam search as in transformers; the `n` best beams are returned. Beam search
             does not sample: the filters must be off and the temperature 1 or 0.
-        length_penalty: exponent of the length that divides a beam's summed log-probs, which gives its score.
+        length_penalty: exponent p of a beam's score, which is its summed log-probs divided by length**p.
         early_stopping: False, True or "never": when beam search stops (as in transformers).
         skip_special_tokens: leave special tokens out of the text.
         logits_processors: callables `f(ids, logits) -> logits`, applied in order: ids `[L]` int64, prompt
             and completion; logits `[V]` float32, a copy. They must be pure: a row may be drawn again
             after an eviction. An exception in one ends only this request.
-        priority: lower runs earlier, as in vLLM; a step of 1 is worth a minute of waiting, so that no
-            request starves.
+        priority: lower values run earlier, as in vLLM; a difference of 1 counts like a minute of waiting,
+            so no request starves.
         timeout_s: seconds from arrival after which the request ends with finish reason "timeout"; None: no
             limit.
         cache_salt: requests share cached prefixes only with requests of the same salt.
-        adapter: name of the loaded LoRA adapter that the model runs with; None: the model alone.
+        adapter: name of a loaded LoRA adapter; None: no adapter.
         draft: use drafts for this request, if the engine has a proposer. Outputs do not depend on it.
         record_routing: report the experts of each token (mixture-of-experts models).
         replay_routing: `[tokens, layers, k]` recorded expert ids, used for the first positions of prompt and
             completion; -1 in all k of a layer leaves that token to the router.
-        record_indices: report the keys that indexers choose for each token (sparse attention). Such a request
+        record_indices: report the keys that indexers select for each token (sparse attention). Such a request
             uses no cached prefix.
         replay_indices: `[tokens, layers, k]` recorded positions, used for the first positions of prompt and
             completion, in any order, -1 where there are fewer than k; -1 in all k leaves that token to the
             indexer.
-        hidden_states: report the input of the model's head for each token, `[tokens, H]`.
-        support: report the ids that the filters left to draw each token from, and their share of the mass.
+        hidden_states: report the input of the LM head for each token, `[tokens, H]`.
+        support: report the ids that the filters kept for each token, and their probability mass.
 
     Raises:
         InvalidRequest: a value out of its range; the message names the field, the value and the range.
@@ -169,8 +170,8 @@ class SamplingParams:
 
     def __hash__(self) -> int:
         # Tensors and mappings are compared, but not hashed.
-        plain = (getattr(self, f) for f in self.__slots__ if f not in _NOT_HASHED)
-        return hash(tuple(plain))
+        values = (getattr(self, f) for f in self.__slots__ if f not in _NOT_HASHED)
+        return hash(tuple(values))
 
     @property
     def structure(self) -> str | None:
@@ -179,16 +180,16 @@ class SamplingParams:
 
     @property
     def records(self) -> list[str]:
-        """The choices of layers that are recorded: "routing", "indices"."""
+        """The names in `CHOICES` that are recorded."""
         return [name for name in CHOICES if getattr(self, f"record_{name}")]
 
     @property
     def forces_choices(self) -> bool:
-        """True if experts or keys are replayed, so that K and V depend on more than the ids."""
+        """True if experts or keys are replayed: then K and V depend on more than the ids."""
         return any(getattr(self, f"replay_{name}") is not None for name in CHOICES)
 
     def replace(self, **changes: Any) -> SamplingParams:
-        """Return a copy with some fields changed, validated again."""
+        """Return a validated copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def changed(self) -> dict[str, Any]:
@@ -204,15 +205,15 @@ class SamplingParams:
             )
 
     def _resolve_lists(self) -> None:
-        """Validate the list fields and keep immutable copies, which a caller's later edit can't change."""
+        """Validate the list fields, and replace them by immutable copies."""
 
         def assign(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        assign("stop", _stops(self.stop))
+        assign("stop", _stop_strings(self.stop))
         assign("stop_token_ids", _id_sequences("stop_token_ids", self.stop_token_ids))
         _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS, "entries")
-        assign("bad_words", _words(self.bad_words))
+        assign("bad_words", _bad_words(self.bad_words))
         if self.allowed_token_ids is not None:
             name = "allowed_token_ids"
             allowed = tuple(_id(name, i) for i in _entries(name, self.allowed_token_ids))
@@ -224,14 +225,14 @@ class SamplingParams:
         assign("logits_processors", _callables(self.logits_processors))
         for name, check in (("replay_routing", _routing), ("replay_indices", _indices)):
             if getattr(self, name) is not None:
-                assign(name, check(_choices_of(name, getattr(self, name))))
+                assign(name, check(_as_choices(name, getattr(self, name))))
 
     def _check_structure(self) -> None:
         """Validate the fields of structured output: at most one of them, and supported combinations."""
-        given = [name for name in STRUCTURES if getattr(self, name) is not None]
-        if len(given) > 1:
+        structures = [name for name in STRUCTURES if getattr(self, name) is not None]
+        if len(structures) > 1:
             raise InvalidRequest(
-                f"{' and '.join(given)}: at most one kind of structured output per request"
+                f"{' and '.join(structures)}: at most one kind of structured output per request"
             )
         for name in ("regex", "grammar"):
             value = getattr(self, name)
@@ -241,17 +242,17 @@ class SamplingParams:
             object.__setattr__(self, "choice", _choices(self.choice))
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", _schema(self.json_schema))
-        if given and self.min_tokens:
+        if structures and self.min_tokens:
             raise NotSupported(
-                f"min_tokens={self.min_tokens} with {given[0]}: structured output decides where the "
+                f"min_tokens={self.min_tokens} with {structures[0]}: structured output decides where the "
                 "completion ends"
             )
         if self.cache_salt is not None and not _is_text(self.cache_salt):
             raise InvalidRequest(f"cache_salt={self.cache_salt!r}: must be Unicode text or None")
         if self.adapter is not None and not _is_text(self.adapter):
             raise InvalidRequest(f"adapter={self.adapter!r}: must be Unicode text or None")
-        for name in given:
-            text = "".join(getattr(self, name))  # of a string or of choices
+        for name in structures:
+            text = "".join(getattr(self, name))  # a string, or a tuple of choices
             _check_count(name, len(text), MAX_STRUCTURE_CHARS, "characters")
             if not _is_text(text):
                 raise InvalidRequest(f"{name}: not Unicode text: it has half a surrogate pair")
@@ -324,18 +325,18 @@ def _id(name: str, value: Any) -> int:
 
 
 def _id_sequences(name: str, values: Any) -> tuple[tuple[int, ...], ...]:
-    """Return every entry as a tuple of ids; a bare id becomes a tuple of one."""
-    checked = []
+    """Return every entry as a tuple of ids; a single id becomes a tuple of one."""
+    sequences = []
     for value in _entries(name, values):
-        several = isinstance(value, list | tuple | range) or getattr(value, "ndim", 0) > 0
-        entry = _entries(name, value) if several else [value]
+        is_list = isinstance(value, list | tuple | range) or getattr(value, "ndim", 0) > 0
+        entry = _entries(name, value) if is_list else [value]
         if not entry or isinstance(value, str):
             raise InvalidRequest(f"{name}: {value!r} is neither an id nor a list of ids")
-        checked.append(tuple(_id(name, i) for i in entry))
-    return tuple(checked)
+        sequences.append(tuple(_id(name, i) for i in entry))
+    return tuple(sequences)
 
 
-def _stops(value: Any) -> tuple[str, ...]:
+def _stop_strings(value: Any) -> tuple[str, ...]:
     stops = (value,) if isinstance(value, str) else tuple(_entries("stop", value))
     _check_count("stop", len(stops), MAX_STOP_STRINGS, "strings")
     for text in stops:
@@ -345,7 +346,7 @@ def _stops(value: Any) -> tuple[str, ...]:
     return stops
 
 
-def _words(value: Any) -> tuple[str | tuple[int, ...], ...]:
+def _bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(value, str):
         raise InvalidRequest(f"bad_words={value!r}: must be a list of strings")
     words: list[str | tuple[int, ...]] = []
@@ -377,19 +378,20 @@ def _choices(value: Any) -> tuple[str, ...]:
 
 
 def _schema(value: Any) -> str:
-    """Return the schema as JSON text, which a caller can't change later."""
+    """Return the schema as JSON text, an immutable copy."""
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
         if not isinstance(parsed, dict | bool):
             raise ValueError(
-                "a schema is an object, true or false; of a pydantic model, pass model_json_schema()"
+                "a schema must be an object, true or false; for a pydantic model, pass "
+                "model_json_schema()"
             )
         return json.dumps(parsed)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"json_schema is not a JSON schema: {error}") from None
 
 
-def _choices_of(name: str, value: Any) -> Any:
+def _as_choices(name: str, value: Any) -> Any:
     """Return recorded choices `[tokens, layers, k]` as int64; they may share memory with `value`."""
     import torch
 
@@ -408,26 +410,26 @@ def _choices_of(name: str, value: Any) -> Any:
 
 
 def _routing(routing: Any) -> Any:
-    """Return a copy as int16."""
+    """Check recorded experts, and return a copy as int16."""
     import torch
 
     free = (routing == -1).all(dim=-1)
-    named = routing[~free]
-    if named.numel() and not 0 <= int(named.min()) <= int(named.max()) < 2**15:
+    selected = routing[~free]
+    if selected.numel() and not 0 <= int(selected.min()) <= int(selected.max()) < 2**15:
         raise InvalidRequest(
             "replay_routing names experts below 0 or above 32767; -1 in all k leaves it to the router"
         )
-    if _repeats(named.sort(dim=-1).values):
+    if _repeats(selected.sort(dim=-1).values):
         raise InvalidRequest("replay_routing sends a token to the same expert twice in one layer")
     return routing.to(torch.int16, copy=True)
 
 
 def _indices(indices: Any) -> Any:
-    """Return a copy as int32, each row in ascending order with -1 behind."""
+    """Return a copy as int32, each row in ascending order and padded with -1."""
     import torch
 
-    own = torch.arange(len(indices))[:, None, None]  # position of each token
-    if indices.numel() and (int(indices.min()) < -1 or bool((indices > own).any())):
+    positions = torch.arange(len(indices))[:, None, None]  # of the tokens
+    if indices.numel() and (int(indices.min()) < -1 or bool((indices > positions).any())):
         raise InvalidRequest(
             "replay_indices names positions below 0 or after the token's own; -1 fills rows with fewer than k"
         )
@@ -436,7 +438,7 @@ def _indices(indices: Any) -> Any:
     if _repeats(torch.where(ordered == last, -1 - torch.arange(indices.shape[2]), ordered)):
         raise InvalidRequest("replay_indices names a position twice in one layer")
     count = (indices >= 0).sum(dim=-1, keepdim=True)
-    if bool(((count > 0) & (own < indices.shape[2]) & (count <= own)).any()):
+    if bool(((count > 0) & (positions < indices.shape[2]) & (count <= positions)).any()):
         raise InvalidRequest("replay_indices leaves out keys of a token that has no more than k")
     return torch.where(ordered == last, -1, ordered).to(torch.int32)
 
@@ -450,7 +452,7 @@ def _biases(value: Any) -> dict[int, float]:
         raise InvalidRequest(f"logit_bias={value!r}: must map token ids to numbers")
     biases: dict[int, float] = {}
     for key, bias in value.items():
-        is_text = isinstance(key, str) and key.isascii() and key.isdigit()  # as of JSON
+        is_text = isinstance(key, str) and key.isascii() and key.isdigit()  # as in JSON objects
         token_id = _id("logit_bias", int(key.lstrip("0")[:20] or "0") if is_text else key)
         real = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
         if not real or not abs(bias) <= _FLOAT32_MAX:
@@ -469,7 +471,7 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "top_p": (above, 0.0, 1.0),
     "min_p": (number, 0.0, 1.0),
     "typical_p": (above, 0.0, 1.0),
-    "repetition_penalty": (number, 1e-30, 1e30),  # what float32 can divide and multiply by
+    "repetition_penalty": (number, 1e-30, 1e30),  # range in which float32 can multiply and divide
     "presence_penalty": (number, -2.0, 2.0),
     "frequency_penalty": (number, -2.0, 2.0),
     "min_tokens": (integer, 0),

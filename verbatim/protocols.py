@@ -1,4 +1,4 @@
-"""Protocols between rooms: a `Runner` runs the model and samples, a `Proposer` drafts tokens."""
+"""The interfaces of the engine: a `Runner` runs the model and samples, a `Proposer` drafts tokens."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from verbatim.errors import StageFailed
 
 
 class CacheLost(StageFailed):
-    """The K and V of all sequences were lost with a stage, and the sequences are evicted.
-
-    The step is computed again.
+    """The K and V of all sequences were lost with a stage; they are evicted, and the step is repeated.
 
     Attributes:
-        limit: how often in a row a request may lose its step; above it the request fails with this message.
-            None: nothing went wrong.
+        limit: maximum number of consecutive steps that a request can lose before it fails with this
+            message. None: the stage was moved on purpose, and the lost step does not count.
     """
 
     def __init__(self, message: str, limit: int | None = None) -> None:
@@ -34,31 +32,31 @@ class Forward:
     """The output of a forward, on the device where it was computed."""
 
     logits: Tensor  # [R, V], rows in the order of the batch's logit_rows
-    hidden: Tensor | None = None  # [R, H], inputs of the head, if `Batch.wants_hidden`
+    hidden: Tensor | None = None  # [R, H], inputs of the LM head, if `Batch.wants_hidden`
 
 
 class Runner(Protocol):
-    """A model in its placement, as the engine uses it.
+    """The engine's interface to a model in its placement.
 
-    Methods with a body have the defaults of a model that no caller can edit. `forward`, `sample` and `logits`
-    may raise CacheLost.
+    Methods with a body are defaults for models that callers can't edit. `forward`, `sample` and `logits` may
+    raise CacheLost.
     """
 
     vocab_size: int
     block_size: int
-    num_blocks: int  # scratch included
+    num_blocks: int  # including the scratch block
     num_states: int  # slots of recurrent states, including the zero state; 0 without such layers
-    num_forwards: int  # since it was opened
+    num_forwards: int  # since the runner was opened
     hidden_reason: str | None  # why `Batch.wants_hidden` is not supported; None if it is
     draft_info: dict[str, int]  # `DraftLayers.info` of the model's own draft layers
 
     @property
     def choices(self) -> Mapping[str, Choices]:
-        """The choices of the layers for each token, by `params.CHOICES`."""
+        """The choices that layers make for each token, by the names in `params.CHOICES`."""
         ...
 
     def forward(self, batch: Batch) -> Forward:
-        """Run the model on `batch`, writing K and V to the blocks it names."""
+        """Run the model on `batch`, and write K and V to the blocks in its block tables."""
         ...
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
@@ -68,19 +66,19 @@ class Runner(Protocol):
     def draft(
         self, k: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]
     ) -> list[list[int]]:
-        """Run draft layer `k`, and draw by `plan` from its logits; without a plan nothing is drawn.
+        """Run draft layer `k`, and draw from its logits with `plan`; without a plan nothing is drawn.
 
         Args:
-            lengths: number of tokens to draft from each row of logits; empty: one.
+            lengths: number of tokens to draft for each row of logits; empty: one.
 
         Returns:
-            For each row of logits one token, or all of `lengths` if they are drawn in one call; -1 where none
-            can be drawn.
+            For each row of logits one token, or all of its tokens if the runner can draft them in one call;
+            -1 if none can be drawn.
         """
         ...
 
     def logits(self, forward: Forward, rows: list[int]) -> Tensor:
-        """Copy some rows of the logits: `[len(rows), V]`, float32 on the CPU."""
+        """Return a copy of some rows of the logits: `[len(rows), V]`, float32 on the CPU."""
         ...
 
     def record(self, name: str, block_table: list[int], num_tokens: int) -> Tensor:
@@ -100,12 +98,12 @@ class Runner(Protocol):
         ...
 
     def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
-        """Copy cached blocks or states, between two steps.
+        """Return a copy of cached blocks or states, between two steps.
 
         Args:
             kind: "blocks": K, V and records; "states": slots of recurrent states.
             numbers: block or slot numbers.
-            used: positions of the last block to copy; the others are zero. None: all.
+            used: number of leading positions of the last block to copy; the others are zero. None: all.
 
         Returns:
             `[n, bytes]` uint8 on the CPU; None while a stage is lost.
@@ -116,27 +114,23 @@ class Runner(Protocol):
         ...
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
-        """Write rows of `read_cache` to these blocks or slots; return False where it returns None."""
+        """Write rows from `read_cache` to these blocks or slots; return False while a stage is lost."""
         ...
 
     def refresh(self) -> None:
-        """Adopt the edits of a live module since it was opened.
-
-        Raises:
-            ModelChanged: it must be opened again.
-        """
+        """Adapt to edits of a live module; raise ModelChanged if it must be opened again."""
         return
 
     def info(self) -> dict[str, Any]:
         """Return the model's properties as plain values.
 
         Every placement has `architecture`, `placement`, `parameters`, `weight_bytes`, `dtype`, `layers`,
-        `kv_bytes`, `kv_dtype` and `kv_bytes_per_token`, and more keys of its own.
+        `kv_bytes`, `kv_dtype` and `kv_bytes_per_token`; each adds its own keys.
         """
         ...
 
     def stats(self) -> dict[str, Any]:
-        """Return counters since it was opened, as plain values; `LLM.stats` includes them."""
+        """Return counters since the runner was opened, as plain values; `LLM.stats` includes them."""
         return {}
 
     def new_weights(
@@ -151,11 +145,11 @@ class Runner(Protocol):
         ...
 
     def load_adapter(self, adapter: Adapter) -> object:
-        """Load an adapter for batches that have its number; nothing is kept after an error.
+        """Load an adapter for batches that have its number; an error leaves nothing loaded.
 
         Raises:
-            NotSupported: layers that can't have an adapter, or a placement without adapters.
-            InvalidRequest: its matrices do not fit the model.
+            NotSupported: a layer or the placement does not support adapters.
+            InvalidRequest: the adapter's matrices do not fit the model.
         """
         ...
 
@@ -174,13 +168,13 @@ class Runner(Protocol):
         """Free the memory of K and V, and with `weights` that of the model; the contents are lost.
 
         Raises:
-            NotSupported: the weights can't be read again; nothing is freed then.
-            ModelChanged: their checkpoint has changed; nothing is freed then.
+            NotSupported: the weights can't be reloaded; nothing is freed.
+            ModelChanged: their checkpoint has changed; nothing is freed.
         """
         ...
 
     def wake(self) -> None:
-        """Allocate the memory that `sleep` freed; the weights are bit-identical.
+        """Allocate the memory that `sleep` freed, and restore the weights bit-identically.
 
         Raises:
             ModelChanged: the checkpoint has changed; the runner stays asleep.
@@ -194,11 +188,11 @@ class Runner(Protocol):
 
 @runtime_checkable
 class Proposer(Protocol):
-    """Proposes draft tokens for sequences.
+    """Proposes draft tokens.
 
-    Outputs do not depend on the drafts: the model draws every token itself, with its own logits and noise,
-    and keeps the drafts that equal its draws. A draft that is drawn as the engine draws
-    (`Sequence.draw_row`: same seed, position and noise) is kept far more often than any other.
+    Outputs do not depend on the drafts: the engine draws every token from the model's own logits, with the
+    request's noise, and accepts the draft tokens that equal its draws. Drafts that are drawn in the same way
+    (`Sequence.draw_row`: same seed, position and noise) are accepted far more often than others.
     """
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> SequenceOf[SequenceOf[int]]:
@@ -209,8 +203,8 @@ class Proposer(Protocol):
         `weakref.WeakKeyDictionary`, so that it is freed with the sequence.
 
         Args:
-            sequences: the sequences to draft for; `token_ids(0, num_tokens)` returns the ids of one.
-            lengths: maximum number of ids for each, 1 or more.
+            sequences: the sequences to draft for; `token_ids(0, num_tokens)` returns a sequence's ids.
+            lengths: maximum number of draft ids for each sequence, 1 or more.
 
         Returns:
             A list of ids for each sequence, in order; it may be shorter than the length, or empty.

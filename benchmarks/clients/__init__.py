@@ -1,7 +1,7 @@
-"""Other people's clients against `verbatim serve`, unmodified, in an environment of their own.
+"""Third-party clients, unmodified, against `verbatim serve`, in their own environment.
 
     python -m benchmarks.clients [--env FOLDER] [--clients openai lm_eval ...]
 
-The environment is made once (`requirements.txt`). The model is the storyteller with a chat
-template that has tools. Each case makes the client's usual calls, and compares what can be compared.
+The environment is created once (`requirements.txt`). The model is the storyteller with a chat template that
+supports tools. Each case makes the client's usual calls, and checks the answers where possible.
 """

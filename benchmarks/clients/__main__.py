@@ -17,7 +17,7 @@ from verbatim import storyteller
 
 HERE = Path(__file__).parent
 CLIENTS = sorted(path.stem.removeprefix("with_") for path in (HERE / "cases").glob("with_*.py"))
-# One call ends an answer in Llama 3's format, so that a model that knows no tools comes to an end.
+# In Llama 3's format one call ends an answer; a model that was not trained on tools would not end it.
 TEMPLATE = """{%- if tools %}<|im_start|>system
 Answer with {"name": "...", "parameters": {}} of {{ tools | tojson }}<|im_end|>
 {% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
@@ -28,7 +28,7 @@ Answer with {"name": "...", "parameters": {}} of {{ tools | tojson }}<|im_end|>
 
 
 def make_model(folder: Path) -> None:
-    """Copy the storyteller, with a chat template that has tools."""
+    """Copy the storyteller, with a chat template that supports tools."""
     shutil.copytree(
         storyteller.path(), folder, ignore=shutil.ignore_patterns("*.py", "__pycache__")
     )
@@ -36,7 +36,7 @@ def make_model(folder: Path) -> None:
 
 
 def make_environment(folder: Path) -> Path:
-    """Return the interpreter of the clients' environment, made if it is missing."""
+    """Return the interpreter of the clients' environment, created if it is missing."""
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
@@ -49,12 +49,12 @@ def make_environment(folder: Path) -> Path:
 def run(client: str, python: Path, url: str, model: Path) -> list[dict[str, str]]:
     """Return the outcome of each case of a client."""
     script = HERE / "cases" / f"with_{client}.py"
-    done = subprocess.run(
+    process = subprocess.run(
         [str(python), str(script), url, str(model)],
         capture_output=True, text=True, timeout=600, check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
-    lines = [json.loads(line[2:]) for line in done.stdout.splitlines() if line.startswith("> ")]
-    return lines or [{"case": "start", "outcome": done.stderr.strip()[-300:]}]
+    lines = [json.loads(line[2:]) for line in process.stdout.splitlines() if line.startswith("> ")]
+    return lines or [{"case": "start", "outcome": process.stderr.strip()[-300:]}]
 
 
 def main() -> None:
@@ -72,10 +72,10 @@ def main() -> None:
         command = [verbatim, "serve", str(model), "--port", "0", "--log-level", "warning"]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
             assert server.stderr is not None
-            found = next(filter(None, (re.search(r"at (http://\S+) ", s) for s in server.stderr)))
+            match = next(filter(None, (re.search(r"at (http://\S+) ", s) for s in server.stderr)))
             try:
                 for client in options.clients:
-                    for line in run(client, python, found[1], model):
+                    for line in run(client, python, match[1], model):
                         failed += line["outcome"] != "ok"
                         print(f"{client:<18} {line['case']:<40} {line['outcome']}", flush=True)
             finally:

@@ -1,12 +1,12 @@
-"""Adapter folders in every form that PEFT writes: our log-probs against the forward of PEFT itself.
+"""Adapter folders in every form that PEFT writes: our log-probs, compared with PEFT's own forward.
 
     pip install peft
     python benchmarks/clients/peft_folders.py [--only dora] [--models llama gpt2]
 
-PEFT makes an adapter of a toy model, its trained parameters get random numbers in place of training, and
+PEFT creates an adapter of a toy model, random numbers replace the training of its parameters, and
 `save_pretrained` writes the folder. The reference is `PeftModel.from_pretrained(base, folder)`. The folder is
-opened as a model (merged) and used per request. Either gives the same log-probs, or is refused by name.
-The exit status is 1 if an outcome is wrong: other log-probs, or an answer where PEFT has none.
+opened as a model (merged) and used per request. Either must give the same log-probs, or be refused by name.
+The exit status is 1 if an outcome is wrong: other log-probs, or an answer where PEFT raises an error.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Make = Callable[[Model], dict[str, Any]]
 
 
 def lora(**fields: Any) -> Make:
-    """Return the LoraConfig fields of a configuration, with all linear layers unless it says others."""
+    """Return the LoraConfig fields of a configuration; the default targets are all linear layers."""
     return lambda model: {"target_modules": model.attention + model.mlp} | fields
 
 
@@ -149,10 +149,10 @@ def make_folder(name: str, model: Model, base: Path, folder: Path) -> Path:
     tuned = peft.get_peft_model(module, config, autocast_adapter_dtype=False)
     converted = {}
     if "converted" in name:
-        made = tuned.peft_config["default"].init_lora_weights
+        init = tuned.peft_config["default"].init_lora_weights
         tuned.peft_config["default"].init_lora_weights = True
         tuned.save_pretrained(folder / "initial")
-        tuned.peft_config["default"].init_lora_weights = made
+        tuned.peft_config["default"].init_lora_weights = init
         converted["path_initial_model_for_weight_conversion"] = str(folder / "initial")
     if name == "second adapter":
         tuned.add_adapter("other", config)
@@ -165,7 +165,7 @@ def make_folder(name: str, model: Model, base: Path, folder: Path) -> Path:
 
 
 def edit(name: str, folder: Path, module: Any) -> Path:
-    """Change a folder as nobody's `save_pretrained` does now."""
+    """Change a folder to a form that PEFT's `save_pretrained` does not write."""
     if name == "second adapter":
         return folder / "other"
     file = folder / "adapter_model.safetensors"
@@ -178,7 +178,7 @@ def edit(name: str, folder: Path, module: Any) -> Path:
         tensors = load_file(file)
         next(iter(tensors.values()))[0, 0] = torch.inf
         save_file(tensors, file)
-    if name == "single experts":  # as transformers 4 named them
+    if name == "single experts":  # with the names of transformers 4
         config = json.loads((folder / "adapter_config.json").read_text())
         config["target_modules"] += GATED
         (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -206,12 +206,12 @@ def outcome(open_: Callable[[], LLM], adapter: str | None, expected: Any) -> tup
     """Compare our log-probs with PEFT's, or with the error that it raised."""
     try:
         with open_() as llm:
-            found = torch.tensor(llm.score(IDS, adapter=adapter)[1:])
+            scores = torch.tensor(llm.score(IDS, adapter=adapter)[1:])
     except VerbatimError as error:
         return "refused", str(error)
     if isinstance(expected, Exception):
         return "wrong", f"PEFT raises {expected!r}"
-    difference = (found - expected).abs().max().item()
+    difference = (scores - expected).abs().max().item()
     return ("equal" if difference < TOLERANCE else "wrong"), f"{difference:.1e}"
 
 
@@ -219,20 +219,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
     parser.add_argument("--only", default="", help="part of a configuration's name")
-    given = parser.parse_args()
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     counts, worst, reasons = Counter[str](), 0.0, dict[str, str]()
-    for name in filter(lambda name: given.only in name, [*CONFIGURATIONS, *OTHERS]):
+    for name in filter(lambda name: options.only in name, [*CONFIGURATIONS, *OTHERS]):
         cells = []
-        for model_name in given.models:
+        for model_name in options.models:
             model = MODELS[model_name]
             if name == "single experts" and model_name != "qwen3_moe":
                 continue
-            with tempfile.TemporaryDirectory() as at:
-                base = Path(at) / "base"
+            with tempfile.TemporaryDirectory() as root:
+                base = Path(root) / "base"
                 make_toy(model_name, **copy.deepcopy(model.settings)).save_pretrained(base)
                 try:
-                    folder = make_folder(name, model, base, Path(at) / "adapter")
+                    folder = make_folder(name, model, base, Path(root) / "adapter")
                 except Exception as error:
                     cells.append(f"not made: {str(error).splitlines()[0][:60]}")
                     continue
@@ -250,7 +250,7 @@ def main() -> int:
                     counts[word] += 1
                     worst = max(worst, float(detail)) if word == "equal" else worst
                     cells.append(word if word != "wrong" else f"WRONG ({detail})")
-                    reasons.setdefault(f"{name}: {word}", detail.replace(f"{at}/", ""))
+                    reasons.setdefault(f"{name}: {word}", detail.replace(f"{root}/", ""))
         print(f"{name:34} {' '.join(f'{cell:8}' for cell in cells)}", flush=True)
     for key, detail in reasons.items():
         if not key.endswith("equal"):

@@ -3,9 +3,9 @@
     pip install 'torch>=2.11,<2.14' && pip install trl .
     python benchmarks/clients/trl_grpo.py [--steps 20] [--temperature 1.0]
 
-A story earns a quarter for each mention of a word, up to 1. After each rollout, so before the first update
-from it, the log-probs that the trainer is given are compared with `rl.score` under the same weights, and with
-the module's own forward.
+The reward of a story is a quarter for each mention of a word, up to 1. After each rollout, before the first
+update from it, its log-probs are compared with `rl.score` under the same weights, and with the module's own
+forward.
 """
 
 from __future__ import annotations
@@ -88,18 +88,18 @@ def main() -> None:
         f"reward: {mean(rewards[:few]):.3f} over the first {few} rollouts, "
         f"{mean(rewards[-few:]):.3f} over the last"
     )
-    exact, own = (max(column) for column in zip(*ratios, strict=True))
+    by_score, by_forward = (max(column) for column in zip(*ratios, strict=True))
     print(f"largest |ratio - 1| before a first update, of {len(ratios)} rollouts:")
     if options.temperature == 1:
-        print(f"  by rl.score: {exact:.2g}")
-        assert exact == 0
-    print(f"  by the trainer's own forward: {own:.2g}")
+        print(f"  by rl.score: {by_score:.2g}")
+        assert by_score == 0
+    print(f"  by the trainer's own forward: {by_forward:.2g}")
 
 
 @torch.no_grad()
 def ratios_of(output: dict[str, Any], module: Any, temperature: float) -> tuple[float, float]:
-    """Return the largest |ratio - 1| to a rollout, by `score` and by the module's own forward."""
-    exact = own = 0.0
+    """Return the largest |ratio - 1| of a rollout's tokens, by `score` and by the module's own forward."""
+    by_score = by_forward = 0.0
     names = ("prompt_ids", "completion_ids", "logprobs")
     for prompt, completion, logprobs in zip(*(output[name] for name in names), strict=True):
         rows = torch.tensor([prompt + completion])
@@ -107,11 +107,11 @@ def ratios_of(output: dict[str, Any], module: Any, temperature: float) -> tuple[
         new = slice(len(prompt), None)
         if temperature == 1:
             scores = rl.score(module, rows)[0, new]
-            exact = max(exact, ((scores - sampled).exp() - 1).abs().max().item())
+            by_score = max(by_score, ((scores - sampled).exp() - 1).abs().max().item())
         logits = module(input_ids=rows).logits[0].float() / temperature
         theirs = logits.log_softmax(-1)[:-1].gather(1, rows[0, 1:, None])[new.start - 1 :, 0]
-        own = max(own, ((theirs - sampled).exp() - 1).abs().max().item())
-    return exact, own
+        by_forward = max(by_forward, ((theirs - sampled).exp() - 1).abs().max().item())
+    return by_score, by_forward
 
 
 def mean(values: list[float]) -> float:

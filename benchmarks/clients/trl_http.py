@@ -4,7 +4,7 @@
     python benchmarks/clients/trl_http.py
 
 `trl.generation.vllm_client.VLLMClient` refuses to start without vLLM, although only its NCCL transfers use
-it: here it is told that vLLM is there. Weights are sent by `rl.WeightSender`, and as a safetensors file.
+it: here its check for vLLM is patched. Weights are sent by `rl.WeightSender`, and as a safetensors file.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def check_async(client: AsyncClient) -> None:
-    """`trl.experimental.async_grpo`: readiness, introspection, pause and resume."""
+    """Check `trl.experimental.async_grpo`: readiness, introspection, pause and resume."""
     client.wait_for_server_ready()
     assert client.get_max_model_len() == 2048
     assert client.get_dtype() == "torch.bfloat16"
@@ -64,7 +64,7 @@ def check_async(client: AsyncClient) -> None:
 
 
 def check_generation(client: Any, llm: Any) -> None:
-    """Ids and log-probs are those of `LLM.generate`."""
+    """Check that ids and log-probs equal those of `LLM.generate`."""
     fields: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "max_tokens": 24}
     expected = llm.generate(PROMPTS, SamplingParams(n=2, seed=5, **fields))
     outputs = [output for result in expected for output in result.outputs]
@@ -84,7 +84,7 @@ def check_generation(client: Any, llm: Any) -> None:
 
 
 def check_scores(client: Any, llm: Any) -> None:
-    """`get_sequence_logprobs` has the bits of `LLM.score`."""
+    """Check that `get_sequence_logprobs` equals the rollout's log-probs, bit for bit."""
     result = llm.generate(PROMPTS[0], SamplingParams(seed=1, max_tokens=12))[0]
     ids, start = result.prompt_token_ids + result.outputs[0].token_ids, len(result.prompt_token_ids)
     answer = client.get_sequence_logprobs([ids, ids], [start, start], top_logprobs=1000)
@@ -95,7 +95,7 @@ def check_scores(client: Any, llm: Any) -> None:
 
 
 def check_weights(client: Any, llm: Any, url: str, key: str | None) -> None:
-    """New weights over a connection and as a file, and while a request runs."""
+    """Check new weights over a connection, as a file, and while a request runs."""
     plain = {name: tensor.clone() for name, tensor in llm.engine.runner.module.state_dict().items()}
     other = {name: tensor * 1.25 for name, tensor in plain.items()}
     generate = {"max_tokens": 24, "generation_kwargs": {"seed": 5}}
@@ -122,9 +122,9 @@ def check_weights(client: Any, llm: Any, url: str, key: str | None) -> None:
     llm.update_weights(plain)
 
     body = {"model": client.model, "prompt": PROMPTS[0], "max_tokens": 1000, "ignore_eos": True}
-    found: list[Any] = []
+    answers: list[Any] = []
     thread = threading.Thread(
-        target=lambda: found.append(
+        target=lambda: answers.append(
             requests.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}).json()
         )
     )
@@ -132,7 +132,7 @@ def check_weights(client: Any, llm: Any, url: str, key: str | None) -> None:
     time.sleep(0.1)
     sender.send(plain, version=11)
     thread.join()
-    versions = found[0]["choices"][0]["weight_versions"]
+    versions = answers[0]["choices"][0]["weight_versions"]
     counts = {version: versions.count(version) for version in sorted(set(versions))}
     assert len(versions) == 1000 and versions == sorted(versions)
     print(
@@ -142,7 +142,7 @@ def check_weights(client: Any, llm: Any, url: str, key: str | None) -> None:
 
 @contextmanager
 def server(key: str | None) -> Iterator[str]:
-    """A server as a process of its own; yields its URL, with the key."""
+    """Run a server in a new process; yield its URL, with the key."""
     environment = os.environ | ({} if key is None else {"VERBATIM_API_KEY": key})
     code = "from verbatim.cli import main; main()"
     arguments = (
@@ -156,16 +156,16 @@ def server(key: str | None) -> Iterator[str]:
                 env=environment, stdout=output, stderr=output,
             )  # fmt: skip
         try:
-            found = None
+            match = None
             for _ in range(600):
-                found = re.search(r"http://127\.0\.0\.1:(\d+)", log.read_text())
-                if found:
+                match = re.search(r"http://127\.0\.0\.1:(\d+)", log.read_text())
+                if match:
                     break
                 assert process.poll() is None, log.read_text()
                 time.sleep(0.1)
-            assert found is not None, log.read_text()
+            assert match is not None, log.read_text()
             user = "" if key is None else f":{key}@"
-            yield f"http://{user}127.0.0.1:{found[1]}"
+            yield f"http://{user}127.0.0.1:{match[1]}"
         finally:
             process.terminate()
             process.wait()

@@ -25,10 +25,10 @@ class Checkpoint:
     """The bf16 tensors of a folder with one `model.safetensors`.
 
     Attributes:
-        model_type: as transformers names the architecture.
-        tied: whether the embedding is the head, too.
-        shape: of the model.
-        context: the positions that it has.
+        model_type: transformers' name of the architecture.
+        tied: whether the head shares the embedding's weight.
+        shape: dimensions of the model.
+        context: maximum number of positions.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -42,9 +42,9 @@ class Checkpoint:
         self.config, self.shape = config, Shape.of(config)
         self.context: int = config["max_position_embeddings"]
         file = Path(folder) / "model.safetensors"
-        with file.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            self._entries = json.loads(opened.read(size))
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            self._entries = json.loads(stream.read(size))
         self._entries.pop("__metadata__", None)
         self._data = np.memmap(file, np.uint8, "r", offset=8 + size)
 
@@ -52,7 +52,7 @@ class Checkpoint:
         return iter(self._entries)
 
     def bits(self, name: str) -> np.ndarray:
-        """A tensor's bf16 as uint16, in its shape."""
+        """Return the bits of a bf16 tensor as uint16."""
         entry = self._entries[name]
         if entry["dtype"] != "BF16":
             raise ValueError(f"{name} is in {entry['dtype']}, not in BF16")
@@ -60,5 +60,5 @@ class Checkpoint:
         return self._data[begin:end].view(np.uint16).reshape(entry["shape"])
 
     def floats(self, name: str, part: int | EllipsisType = ...) -> np.ndarray:
-        """A tensor in float32, or one part of it along its first axis."""
+        """Return a tensor, or one part of it along its first axis, in float32."""
         return (self.bits(name)[part].astype(np.uint32) << 16).view(np.float32)

@@ -1,4 +1,4 @@
-"""The driver's side: a process that runs one system, stopped whenever it is not its turn."""
+"""The driver's side of the protocol: the process of one system, stopped except in its turns."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def environment() -> dict[str, str]:
-    """Of a process that runs a module of this package."""
+    """Return the environment variables of a process that runs a module of this package."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
 
 
 class PeerFailed(Exception):
-    """A system refused a command or died; the message is its own."""
+    """A command failed or its process died; the message is the system's."""
 
 
 class Peer:
     """One system's process. Use it in a `with` block, which ends it.
 
     Args:
-        command: what runs it.
-        timeout_s: of one command; then it is killed.
+        command: command line of the process.
+        timeout_s: maximum seconds of a call; then the process is killed.
     """
 
     def __init__(self, name: str, command: list[str], *, timeout_s: float = 600.0) -> None:
@@ -39,12 +39,12 @@ class Peer:
         self._timeout_s = timeout_s
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         try:
-            self._process = self._begin(command)
+            self._process = self._start(command)
         except OSError:
             self._log.close()
             raise
 
-    def _begin(self, command: list[str]) -> subprocess.Popen[str]:
+    def _start(self, command: list[str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -77,10 +77,10 @@ class Peer:
         return self._process.poll() is None
 
     def call(self, do: str, **arguments: Any) -> Any:
-        """Let it run until it has answered, then stop it where it is.
+        """Resume the process, send it a command, and stop it again once it has answered.
 
         Raises:
-            PeerFailed: it refused, died, or took more than `timeout_s`.
+            PeerFailed: the command failed, or the process died or took more than `timeout_s`.
         """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
@@ -98,14 +98,14 @@ class Peer:
             watchdog.cancel()
         if not line:
             self._process.wait(10)
-            raise PeerFailed(f"{self.name} ended in {do!r}: {self._last_words()}")
+            raise PeerFailed(f"{self.name} ended in {do!r}: {self._last_output()}")
         self._process.send_signal(signal.SIGSTOP)
         answer = json.loads(line)
         if "error" in answer:
             raise PeerFailed(f"{self.name}, {do}: {answer['error']}")
         return decode(answer["answer"])
 
-    def _last_words(self) -> str:
+    def _last_output(self) -> str:
         self._log.seek(0)
         lines = [line for line in self._log.read().splitlines() if line.strip()]
         return " / ".join(lines[-3:]) or f"exit status {self._process.returncode}"

@@ -88,7 +88,7 @@ _LAYERS = {
 
 
 def write_gguf(checkpoint: Checkpoint, fmt: str, head_bits: int, file: Path) -> None:
-    """Write `file`; a 4-bit model's embedding and head, which may be one, may have 8 bits."""
+    """Write `file`; the embedding and head of a 4-bit model, which may be tied, may have 8 bits."""
     shape = checkpoint.shape
     architecture = _ARCHITECTURES[checkpoint.model_type]
     writer = gguf.GGUFWriter(str(file), architecture, use_temp_file=True)  # not all in memory
@@ -108,7 +108,7 @@ def write_gguf(checkpoint: Checkpoint, fmt: str, head_bits: int, file: Path) -> 
         writer.add_expert_count(shape.experts)
         writer.add_expert_used_count(shape.experts_per_token)
         writer.add_expert_feed_forward_length(shape.intermediate)
-    if shape.sliding:  # every second layer, the first among them: llama.cpp knows gpt-oss so
+    if shape.sliding:  # llama.cpp assumes every second layer of gpt-oss, from the first
         writer.add_sliding_window(shape.window)
     _add_recurrence(writer, checkpoint.config)
     for name, parts in gguf_tensors(checkpoint):
@@ -125,7 +125,7 @@ def write_gguf(checkpoint: Checkpoint, fmt: str, head_bits: int, file: Path) -> 
 
 
 def _kv_heads(checkpoint: Checkpoint) -> int | list[int]:
-    """Return the KV heads; llama.cpp recognizes recurrent layers of LFM2 and Granite by having none."""
+    """Return the number of KV heads, by layer for LFM2 and Granite: recurrent layers have none."""
     heads, config = checkpoint.shape.kv_heads, checkpoint.config
     if config["model_type"] not in ("lfm2", "granitemoehybrid"):
         return heads
@@ -133,7 +133,7 @@ def _kv_heads(checkpoint: Checkpoint) -> int | list[int]:
 
 
 def _add_recurrence(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """Add what llama.cpp must know of recurrent layers."""
+    """Add llama.cpp's metadata of recurrent layers."""
     if config["model_type"] == "lfm2":
         writer.add_shortconv_l_cache(config["conv_L_cache"])
     if config["model_type"] == "granitemoehybrid":
@@ -151,7 +151,7 @@ def _add_recurrence(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if config["model_type"] == "qwen3_5_text":
         heads, width = config["linear_num_value_heads"], config["linear_value_head_dim"]
         if heads != config["linear_num_key_heads"]:
-            raise ValueError("value heads are not put in llama.cpp's order")
+            raise ValueError("value heads in another order than llama.cpp's are not supported")
         writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
         writer.add_ssm_state_size(config["linear_key_head_dim"])
         writer.add_ssm_group_count(heads)
@@ -164,19 +164,19 @@ def _add_recurrence(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def gguf_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Iterable[np.ndarray]]]:
-    """Yield each tensor's name in llama.cpp and its values in float32: one array, or one of each expert."""
+    """Yield each tensor's name in llama.cpp and its values in float32: one array, or one per expert."""
     model_type, count = checkpoint.model_type, checkpoint.shape.experts
     for name in checkpoint:
         if name == "lm_head.weight" and checkpoint.tied:
             continue
         layer, _, rest = name.partition(".mlp.experts.")
-        if name.endswith("shared_mlp.input_linear.weight"):  # both in one
-            both = np.split(checkpoint.floats(name), 2)
-            for part, values in zip(("gate", "up"), both, strict=True):
+        if name.endswith("shared_mlp.input_linear.weight"):  # gate and up in one
+            halves = np.split(checkpoint.floats(name), 2)
+            for part, values in zip(("gate", "up"), halves, strict=True):
                 yield gguf_name(name.replace("input_linear", part), model_type), [values]
         elif not rest:
             yield gguf_name(name, model_type), [_values(checkpoint, name)]
-        elif model_type == "qwen3_moe":  # each expert's matrices have names of their own
+        elif model_type == "qwen3_moe":  # one tensor per matrix of an expert
             number, rest = rest.split(".", 1)
             if number == "0":
                 names = [f"{layer}.mlp.experts.{expert}.{rest}" for expert in range(count)]
@@ -184,17 +184,17 @@ def gguf_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Iterable[np.ndar
                     gguf_name(f"{layer}.mlp.experts.{rest}", model_type),
                     map(checkpoint.floats, names),
                 )
-        else:  # stacked and transposed, and the columns of gate and up take turns
+        else:  # stacked and transposed; the columns of gate and up alternate
             matrix = rest.removesuffix("_bias")
             ends = ".bias" if matrix != rest else ".weight"
             parts = ["gate_proj", "up_proj"] if matrix == "gate_up_proj" else [matrix]
             for first, part in enumerate(parts):
                 target = gguf_name(f"{layer}.mlp.experts.{part}{ends}", model_type)
-                yield target, _every(checkpoint, name, first, len(parts))
+                yield target, _of_experts(checkpoint, name, first, len(parts))
 
 
 def _values(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    """A tensor in float32, as llama.cpp computes with it."""
+    """Return a tensor in float32, in llama.cpp's form."""
     values = checkpoint.floats(name)
     if name.endswith(".A_log"):
         values = -np.exp(values)
@@ -202,7 +202,7 @@ def _values(checkpoint: Checkpoint, name: str) -> np.ndarray:
         return values[:, None]
     if name.endswith(".mamba.norm.weight"):
         return values.reshape(checkpoint.config["mamba_n_groups"], -1)
-    if values.ndim == 3:  # the taps of each channel
+    if values.ndim == 3:  # a convolution: the taps of each channel
         return values[:, 0]
     if checkpoint.model_type == "qwen3_5_text" and name.endswith("norm.weight"):
         return values if name.endswith("linear_attn.norm.weight") else 1 + values
@@ -210,9 +210,9 @@ def _values(checkpoint: Checkpoint, name: str) -> np.ndarray:
 
 
 def gguf_name(name: str, model_type: str = "qwen3") -> str:
-    """Return llama.cpp's name of a parameter; of experts' matrices without the expert's number."""
+    """Return llama.cpp's name of a parameter; that of an expert's matrix has no expert number."""
     name = name.removeprefix("model.")
-    if name == "embedding_norm.weight":  # behind the last layer
+    if name == "embedding_norm.weight":  # after the last layer
         return "token_embd_norm.weight"
     if name == "embed_tokens.weight":
         return "token_embd.weight"
@@ -228,14 +228,14 @@ def gguf_name(name: str, model_type: str = "qwen3") -> str:
     return f"blk.{layer}.{names[rest.removesuffix(ends)]}{ends}"
 
 
-def _every(checkpoint: Checkpoint, name: str, first: int, step: int) -> Iterator[np.ndarray]:
+def _of_experts(checkpoint: Checkpoint, name: str, first: int, step: int) -> Iterator[np.ndarray]:
     """Yield each expert's rows `first`, `first + step`, ... of a tensor that holds them as columns."""
     for expert in range(checkpoint.shape.experts):
         yield np.ascontiguousarray(checkpoint.floats(name, expert).T[first::step])
 
 
 def _quantized(values: np.ndarray, kind: Type, rows: int = 8192) -> np.ndarray:
-    """Some rows at a time, since the package makes several float32 copies."""
+    """Quantize some rows at a time, since the package makes several float32 copies."""
     parts = [
         gguf.quants.quantize(values[start : start + rows], kind)
         for start in range(0, len(values), rows)

@@ -1,8 +1,8 @@
-"""A Qwen3 checkpoint as OpenVINO's graph, in the form that its CPU plugin fuses.
+"""A Qwen3 checkpoint as an OpenVINO graph, in the form that its CPU plugin fuses.
 
-That form is the one its own exporters write: K and V as states that a gather by `beam_idx` and a
-concatenation lead through scaled dot product attention, RMS norms and rotary embeddings spelled out, and
-compressed weights as integers with a scale behind them. Logits are those of the last position alone.
+OpenVINO's exporters write this form: K and V are states, which pass through a gather by `beam_idx` and a
+concatenation to scaled dot product attention; RMS norms and rotary embeddings are elementary operations;
+and compressed weights are integers that are multiplied by a scale. Only the last position has logits.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from openvino.op.util import Variable, VariableInfo
 
 from benchmarks.peers.checkpoint import Checkpoint
 
-GROUP = 64  # of 4-bit weights, as Verbatim's; 8-bit ones have a scale a row, the plugin's fastest
+GROUP = 64  # of 4-bit weights, as in Verbatim; 8-bit weights have a scale per row, the plugin's fastest form
 
 
 def build(
     checkpoint: Checkpoint, fmt: str, head_bits: int
 ) -> tuple[ov.Model, int, list[np.ndarray]]:
-    """The model, the bytes of its matrices as they are stored, and the arrays that must outlive it.
+    """Return the model, the stored bytes of its matrices, and the arrays that must outlive it.
 
-    Inputs, named as by its exporters: `input_ids` and `position_ids` `[rows, tokens]` int64, `beam_idx`
+    Inputs, named as by the exporters: `input_ids` and `position_ids` `[rows, tokens]` int64, `beam_idx`
     `[rows]` int32. Output: `[rows, 1, vocab]`.
     """
     graph = _Graph(checkpoint, fmt)
@@ -58,14 +58,14 @@ class _Graph:
         self.nbytes = 0
 
     def constant(self, data: np.ndarray, kind: ov.Type, shape: list[int] | None = None) -> ov.Node:
-        """A tensor whose bits lie in `data`, `kind` being what they mean; nothing is copied."""
+        """Return a constant of type `kind` that shares the memory of `data`."""
         data = np.ascontiguousarray(data)
         self.arrays.append(data)
         tensor = ov.Tensor(data, shape or list(data.shape), kind)
         return op.constant(tensor, shared_memory=True)
 
     def start(self, positions: ov.Node, beams: ov.Node, batch: ov.Node) -> None:
-        """What all layers share: sines and cosines, the mask, and the states' first value."""
+        """Build what all layers share: cos/sin, the mask, and the initial states."""
         shape = self.shape
         half = np.arange(0, shape.head_dim, 2, dtype=np.float64) / shape.head_dim
         angles = np.outer(np.arange(self.checkpoint.context), shape.rope_theta**-half)
@@ -77,13 +77,13 @@ class _Graph:
         self.beams = beams
         empty = op.concat([batch, ints([shape.kv_heads, 0, shape.head_dim])], 0)
         self.empty = op.broadcast(op.constant(0.0, np.float32), empty)
-        # A key at place j is seen from position p when j <= p.
+        # A key at position j is visible from position p if j <= p.
         last = op.gather(positions, ints([-1]), ints(1))
         end = op.add(op.reduce_max(last, ints([0, 1])), ints(1))
-        places = op.range(ints(0), end, ints(1), "i64")
-        seen = op.less_equal(places, op.unsqueeze(positions, ints([1, 3])))
-        low = op.constant(float(np.finfo(np.float32).min), np.float32)
-        self.mask = op.select(seen, op.constant(0.0, np.float32), low)
+        keys = op.range(ints(0), end, ints(1), "i64")
+        visible = op.less_equal(keys, op.unsqueeze(positions, ints([1, 3])))
+        minimum = op.constant(float(np.finfo(np.float32).min), np.float32)
+        self.mask = op.select(visible, op.constant(0.0, np.float32), minimum)
 
     def layer(self, hidden: ov.Node, name: str) -> ov.Node:
         x = self.norm(hidden, name + "input_layernorm.weight")
@@ -115,11 +115,11 @@ class _Graph:
         half, width, one = ints([self.shape.head_dim // 2]), ints([2**31 - 1]), ints([1])
         first = op.slice(x, ints([0]), half, one, ints([3]))
         second = op.slice(x, half, width, one, ints([3]))
-        turned = op.concat([op.multiply(second, op.constant(-1.0, np.float32)), first], -1)
-        return op.add(op.multiply(x, self.cos), op.multiply(turned, self.sin))
+        swapped = op.concat([op.multiply(second, op.constant(-1.0, np.float32)), first], -1)
+        return op.add(op.multiply(x, self.cos), op.multiply(swapped, self.sin))
 
     def with_past(self, new: ov.Node, name: str) -> ov.Node:
-        """The state and the new keys or values, repeated for the heads that share them."""
+        """Append keys or values to the state; return all of them, repeated for the heads that share them."""
         shape = self.shape
         info = VariableInfo()
         info.data_shape = ov.PartialShape([-1, shape.kv_heads, -1, shape.head_dim])
@@ -142,8 +142,8 @@ class _Graph:
             ],
             0,
         )
-        wide = op.broadcast(op.unsqueeze(both, ints(2)), target, broadcast_spec="BIDIRECTIONAL")
-        return op.reshape(wide, ints([0, shape.heads, -1, shape.head_dim]), True)
+        repeated = op.broadcast(op.unsqueeze(both, ints(2)), target, broadcast_spec="BIDIRECTIONAL")
+        return op.reshape(repeated, ints([0, shape.heads, -1, shape.head_dim]), True)
 
     def norm(self, x: ov.Node, weight: str) -> ov.Node:
         square = op.power(x, op.constant(2.0, np.float32))

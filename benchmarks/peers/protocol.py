@@ -1,4 +1,4 @@
-"""The worker's side: one JSON object a line comes in, one goes out."""
+"""The worker's side of the protocol: one JSON object per line, in each direction."""
 
 from __future__ import annotations
 
@@ -17,54 +17,56 @@ COMMANDS = ("about", "load", "check", "prefill", "decode", "unload", "measure")
 
 
 class Worker(Protocol):
-    """One system. Prompts are of equal length, since every system is at its best then."""
+    """One measured system. The prompts of a call have equal length, which all systems run fastest."""
 
     def about(self) -> dict[str, Any]:
-        """`version` and `settings`, to be printed."""
+        """Return `version` and `settings`, for the report."""
         ...
 
     def load(self, **setup: Any) -> dict[str, Any]:
-        """Open the weights: `folder`, `fmt`, `kv`, `head_bits` (of the head, in int4), `threads`, and of the
-        largest cell `rows` and `tokens` of KV. Returns what there is to say about it.
+        """Open the weights, and return details for the log.
+
+        `setup` has `folder`, `fmt`, `kv`, `head_bits` (of int4 models), `threads`, and the largest cell's
+        `rows` and `tokens` of KV.
 
         Raises:
-            ValueError: the system has no such format.
+            ValueError: the system does not support the format.
         """
         ...
 
     def check(self, prompts: list[list[int]], forced: list[list[int]]) -> np.ndarray:
-        """Prefill the prompts and decode the forced ids: logits `[rows, vocab]` behind the last ones."""
+        """Prefill the prompts, decode the forced ids, and return the last logits, `[rows, vocab]`."""
         ...
 
     def prefill(self, length: int) -> float:
-        """Seconds from a prompt of so many ids to its next id."""
+        """Return the seconds from a prompt of `length` ids to its next id."""
         ...
 
     def decode(self, rows: int, length: int, steps: int, seconds: float) -> list[float]:
-        """Seconds of each decode step, from ids to next ids, behind `length` tokens in every row.
+        """Return the seconds of each decode step, from ids to next ids, after `length` tokens in every row.
 
-        At most `steps`, and no more than 3 once they took `seconds` in all; two more come first, untimed.
-        The rows' K and V lie in memory of their own, though they may be copies of one another.
+        Ends after `steps` steps, or after 3 or more that took `seconds` in all. Two untimed steps come first.
+        Each row has its own memory for K and V, though these may be copies of one another.
         """
         ...
 
     def unload(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         ...
 
 
 def serve(worker: Any) -> None:
-    """Answer until the input ends. What libraries print goes to stderr."""
+    """Answer commands until the input ends. Output of libraries goes to stderr."""
     _die_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
         request = json.loads(line)
-        do = request.pop("do")
+        command = request.pop("do")
         try:
-            if do not in COMMANDS:
-                raise ValueError(f"do={do!r}: must be one of {COMMANDS}")
-            answer = {"answer": encode(getattr(worker, do)(**request))}
+            if command not in COMMANDS:
+                raise ValueError(f"do={command!r}: must be one of {COMMANDS}")
+            answer = {"answer": encode(getattr(worker, command)(**request))}
         except Exception as error:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
@@ -72,14 +74,14 @@ def serve(worker: Any) -> None:
 
 
 def _die_with_parent() -> None:
-    """On Linux: a worker that is stopped when its driver is killed would stay, with all its memory."""
+    """On Linux, end with the driver. A stopped worker would otherwise remain, with all its memory."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def encode(value: Any) -> Any:
-    """An array becomes its bytes; everything else is JSON as it is."""
+    """Return an array as JSON, with its bytes in base64; other values are returned unchanged."""
     if isinstance(value, np.ndarray):
         data = np.ascontiguousarray(value, dtype="<f4")
         return {"shape": data.shape, "float32": base64.b64encode(data.tobytes()).decode()}
@@ -87,22 +89,22 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` made."""
+    """Return the value that was passed to `encode`."""
     if isinstance(value, dict) and "float32" in value:
         return np.frombuffer(base64.b64decode(value["float32"]), "<f4").reshape(value["shape"])
     return value
 
 
 def random_ids(count: int, seed: int, vocab: int) -> list[int]:
-    """The same ids in every system."""
+    """Return random ids, the same in every system."""
     return np.random.default_rng(seed).integers(0, vocab, count).tolist()
 
 
 class PeerSystem:
-    """What workers share whose system `verbatim.bench` measures as well; `load` sets the attributes.
+    """Base of the workers of systems that `verbatim.bench` measures as well; `load` sets the attributes.
 
     Attributes:
-        peer: a `verbatim.bench.converted.Converted`, or something with its `prefill` and `decode`.
+        peer: a `verbatim.bench.converted.Converted`, or an object with its `prefill` and `decode`.
         vocab: number of ids.
     """
 

@@ -1,4 +1,4 @@
-"""The whole run: weights, then format by format all systems at once, cell by cell, in turns."""
+"""`Run`: writes the weights, then measures each format cell by cell, with the systems in turns."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ SYSTEMS = {
 }
 BF16_ALONE = ("transformers",)  # its quantizers are other packages
 FEW_BITS_ALONE = (OURS_A8,)
-# Of logits against transformers' in bf16, by norm; other weights give about 1.4.
+# Maximum relative error of logits against transformers' in bf16; other weights give about 1.4.
 WORST_ERROR = {"bf16": 0.1, "int8": 0.15, "int4": 0.6}
-CHECKED = (2, 40, 3)  # rows, prompt, decoded
+CHECKED = (2, 40, 3)  # rows, ids of a prompt, decoded ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def most_tokens(self) -> int:
-        """Of KV, in the largest cell."""
+        """Tokens of KV in the largest cell."""
         decode = max(self.prompts) + self.steps + 2 if self.rows else 0
         return max([self.most_rows * decode, *self.prefills, CHECKED[0] * 64])
 
@@ -76,10 +76,10 @@ class Run:
     """Measures a plan.
 
     Attributes:
-        systems: those that could be started.
-        measured: the table, cell by cell.
-        machines: what the machine could do, before each round of each cell.
-        remarks: what was left out and why, and how far off the logits are.
+        systems: names of the systems that could be started.
+        measured: results, one per cell.
+        machines: the machine's limits before each round of each cell.
+        remarks: what was left out and why, and the errors of the logits.
     """
 
     def __init__(self, plan: Plan, folder: Path, environment: Path) -> None:
@@ -92,23 +92,23 @@ class Run:
         self.begun = time.time()
 
     def prepare(self, shape: str, layers: int | None) -> None:
-        """Write the weights, unless they are there, and see which systems can be started.
+        """Write the weights if they are missing, and find the systems that can be started.
 
         Raises:
             SystemExit: the folder holds other weights, or the model has too few positions.
         """
-        asked, note = {"shape": shape, "layers": layers}, self.folder / "peers.json"
+        expected, record = {"shape": shape, "layers": layers}, self.folder / "peers.json"
         if not (self.folder / "config.json").exists():
             self.say("writing the weights")
             command = [sys.executable, "-m", "benchmarks.peers.weights", str(self.folder)]
             command += ["--shape", shape] + (["--layers", str(layers)] if layers else [])
             subprocess.run(command, check=True, cwd=ROOT, env=environment())
-            note.write_text(json.dumps(asked))
+            record.write_text(json.dumps(expected))
         written = (
-            json.loads(note.read_text()) if note.exists() else {"shape": "0.6b", "layers": None}
+            json.loads(record.read_text()) if record.exists() else {"shape": "0.6b", "layers": None}
         )
-        if written != asked:
-            sys.exit(f"{self.folder} holds weights of {written}, not of {asked}")
+        if written != expected:
+            sys.exit(f"{self.folder} holds weights of {written}, not of {expected}")
         config = json.loads((self.folder / "config.json").read_text())
         self.shape = Shape.of(config)
         if self.plan.longest > config["max_position_embeddings"]:
@@ -128,13 +128,13 @@ class Run:
                     self.remark(f"    to have it: {pip_line(name, self.environment)}")
 
     def start(self, name: str) -> Peer:
-        """The process of a system, which has opened nothing yet."""
-        own = name in REQUIREMENTS
-        python = str(peers_python(self.environment)) if own else sys.executable
+        """Start the process of a system, which has loaded nothing yet."""
+        separate = name in REQUIREMENTS
+        python = str(peers_python(self.environment)) if separate else sys.executable
         return Peer(name, module_command(SYSTEMS[name], python))
 
     def measure(self) -> None:
-        """Everything, format by format."""
+        """Measure all cells, format by format."""
         with Peer("machine", module_command("machine")) as self.probe:
             self.probe.call("load", threads=self.plan.threads)
             for fmt in self.plan.formats:
@@ -164,19 +164,19 @@ class Run:
                 except PeerFailed as error:
                     self.remark(f"{fmt}: {error}")
                     continue
-                told = ", ".join(f"{key} {value}" for key, value in loaded.items())
-                self.say(f"{fmt}: {name} loaded in {time.perf_counter() - began:.0f} s; {told}")
+                details = ", ".join(f"{key} {value}" for key, value in loaded.items())
+                self.say(f"{fmt}: {name} loaded in {time.perf_counter() - began:.0f} s; {details}")
                 peers[name] = peer
             self._check(fmt, peers)
             for cell in plan.cells(fmt):
                 self._measure_cell(cell, peers)
 
     def _check(self, fmt: str, peers: dict[str, Peer]) -> None:
-        """Compare the logits of each with transformers' in bf16; who is far off is not measured."""
+        """Compare each system's logits with transformers' in bf16, and drop those that are far off."""
         try:
             reference = self._reference(peers)
         except PeerFailed as failed:
-            self.remark(f"{fmt}: nobody's logits are compared with transformers': {failed}")
+            self.remark(f"{fmt}: no logits are compared with transformers': {failed}")
             return
         for name in [name for name in peers if name != "transformers"]:
             try:
@@ -185,7 +185,7 @@ class Run:
                 self.remark(f"{fmt}: {failed}; it is not measured")
                 del peers[name]
                 continue
-            self.remark(f"{fmt}: logits of {name} are off transformers' bf16 by {error:.1%}")
+            self.remark(f"{fmt}: logits of {name} differ from transformers' bf16 by {error:.1%}")
             if not error <= WORST_ERROR[fmt]:
                 self.remark(f"{fmt}: {name} runs another model, and is not measured")
                 del peers[name]
@@ -246,7 +246,7 @@ class Run:
         )
 
     def limit_s(self, cell: Cell, machine: Machine) -> float:
-        """The least seconds that a cell can take."""
+        """Return the minimum seconds that a cell can take."""
         plan, shape = self.plan, self.shape
         if not cell.is_decode:
             return machine.prefill_limit_s(shape, cell.fmt, plan.head_bits, cell.prompt)
@@ -255,16 +255,16 @@ class Run:
         )
 
     def machine_line(self) -> str:
-        """What the machine did in all rounds: the median, the least and the most."""
+        """Describe the machine's limits in all rounds: median, minimum and maximum."""
         if not self.machines:
             return "nothing was measured"
-        told = []
+        parts = []
         for what, name in (("memory reads", "bandwidth"), ("bf16 products", "flops")):
             rates = [getattr(machine, name) / 1e9 for machine in self.machines]
             unit = "GB/s" if name == "bandwidth" else "GFLOP/s"
             middle = statistics.median(rates)
-            told.append(f"{what} at {middle:.0f} {unit} ({min(rates):.0f} to {max(rates):.0f})")
-        return ", ".join(told)
+            parts.append(f"{what} at {middle:.0f} {unit} ({min(rates):.0f} to {max(rates):.0f})")
+        return ", ".join(parts)
 
     def remark(self, line: str) -> None:
         self.remarks.append(line)
@@ -292,14 +292,14 @@ def module_command(module: str, python: str = sys.executable) -> list[str]:
 
 
 def relative_error(logits: np.ndarray, reference: np.ndarray) -> float:
-    """By norm; what is not a number is infinitely far off."""
+    """Return the relative error by norm; infinity if a logit is not finite."""
     if logits.shape != reference.shape or not np.isfinite(logits).all():
         return float("inf")
     return float(np.linalg.norm(logits - reference) / np.linalg.norm(reference))
 
 
 def device() -> str:
-    """The processor's name, where Linux tells it."""
+    """Return the processor's name, if Linux reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

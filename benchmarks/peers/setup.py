@@ -1,4 +1,4 @@
-"""Make the peers' own environment: `python -m benchmarks.peers.setup [--env FOLDER]`.
+"""Create the peers' environment: `python -m benchmarks.peers.setup [--env FOLDER]`.
 
 llama-cpp-python is compiled for this machine's processor, which takes some minutes and a C++ compiler.
 """
@@ -26,7 +26,7 @@ def peers_python(environment: Path) -> Path:
 
 
 def pip_line(system: str, environment: Path) -> str:
-    """What installs one system."""
+    """Return the command that installs one system."""
     packages = " ".join(f"'{package}'" for package in REQUIREMENTS[system])
     return f"{peers_python(environment)} -m pip install {packages}"
 
@@ -41,7 +41,7 @@ def main() -> None:
     for system in options.systems:
         pip = [str(peers_python(options.env)), "-m", "pip", "install", "--quiet"]
         print(f"{system}: {pip_line(system, options.env)}", flush=True)
-        # Compiled here, never a wheel made for an older processor.
+        # Compiled for this processor: a wheel may be for an older one.
         from_source = ["--no-binary", "llama-cpp-python"] if system == "llama.cpp" else []
         cmake = {"CMAKE_ARGS": "-DGGML_NATIVE=ON"} | dict(os.environ)
         status = subprocess.run([*pip, *from_source, *REQUIREMENTS[system]], env=cmake, check=False)

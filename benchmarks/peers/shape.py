@@ -1,4 +1,4 @@
-"""What a step must at least read and multiply, and how long that takes on this machine."""
+"""The minimum that a step must read and multiply, and the time that it takes on a machine."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 FORMATS = ("bf16", "int8", "int4")
-# A number of 8 or 4 bits, and four bytes for each 64 of them: what Verbatim holds. llama.cpp's Q8_0 and
-# Q4_0 (two bytes for each 32) come to the same.
+# Bytes per weight: 8 or 4 bits, and four bytes for each group of 64, as in Verbatim. llama.cpp's Q8_0 and
+# Q4_0 (two bytes for each 32) have the same size.
 WEIGHT_BYTES = {"bf16": 2.0, "int8": 1.0625, "int4": 0.5625}
 KV_BYTES = {"16bit": 2.0, "int8": 1.0625}
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The numbers of a model that its speed depends on.
+    """The dimensions of a model that determine its speed.
 
     A dense model has one expert, which every token chooses. `sliding` layers read no more than `window`
     tokens of K and V. `recurrent` layers have matrices of `mixer_weights` elements in place of attention, and
-    all of them together keep `state_bytes` of a sequence.
+    together a state of `state_bytes` per sequence.
     """
 
     layers: int
@@ -37,11 +37,11 @@ class Shape:
     recurrent: int = 0
     mixer_weights: int = 0
     state_bytes: int = 0
-    gated: bool = False  # queries come with gates
+    gated: bool = False  # queries have gates
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape:
-        """From a folder's config.json."""
+        """Return the shape of a model from its config.json."""
         rope = config.get("rope_parameters") or config
         kinds = config.get("layer_types") or []
         recurrent = sum(kind in ("linear_attention", "conv") for kind in kinds)
@@ -67,11 +67,11 @@ class Shape:
 
     @property
     def layer_weights(self) -> int:
-        """Elements of all matrices but the head that one token is multiplied by."""
+        """Elements of all matrices except the head that one token is multiplied by."""
         return int(self._layer_weights(self.experts_per_token))
 
     def _layer_weights(self, experts: float) -> float:
-        """Elements of all matrices but the head, with so many experts in each layer."""
+        """Return the elements of all matrices except the head, with `experts` experts in each layer."""
         heads = (2 + self.gated) * self.heads + 2 * self.kv_heads
         attention = self.hidden * self.head_dim * heads
         router = self.hidden * self.experts if self.experts > 1 else 0
@@ -84,27 +84,27 @@ class Shape:
         return self.hidden * self.vocab
 
     def distinct_experts(self, rows: int) -> float:
-        """Expected number of a layer's experts that so many tokens choose, each at random on its own."""
+        """Return the expected number of a layer's experts that `rows` tokens choose at random."""
         return self.experts * (1 - (1 - self.experts_per_token / self.experts) ** rows)
 
     def weight_bytes(self, fmt: str, head_bits: int, rows: int = 1) -> float:
-        """What a step of so many tokens reads of the weights; in int4 the head may have 8 bits."""
+        """Return the bytes of weights that a step of `rows` tokens reads; an int4 head may have 8 bits."""
         head = "int8" if fmt == "int4" and head_bits == 8 else fmt
         layers = self._layer_weights(self.distinct_experts(rows))
         return layers * WEIGHT_BYTES[fmt] + self.head_weights * WEIGHT_BYTES[head]
 
     def visible(self, tokens: int) -> int:
-        """Keys that the last of so many tokens attends to, summed over the layers."""
+        """Return the number of keys that the last of `tokens` tokens attends to, over all layers."""
         everything = self.layers - self.sliding - self.recurrent
         return everything * tokens + self.sliding * min(tokens, self.window)
 
     def kv_bytes(self, kv: str, tokens: int = 1) -> float:
-        """K and V that the last of so many tokens attends to; by default those of one token."""
+        """Return the bytes of K and V that the last of `tokens` tokens attends to."""
         return self.visible(tokens) * 2 * self.kv_heads * self.head_dim * KV_BYTES[kv]
 
 
 def _intermediate(config: dict[str, Any]) -> int:
-    """The width of an MLP, or of an expert."""
+    """Return the width of an MLP, or of an expert."""
     if config["model_type"] == "granitemoehybrid":
         return int(config["shared_intermediate_size"])
     width: int = config.get("moe_intermediate_size") or config["intermediate_size"]
@@ -116,7 +116,7 @@ def _intermediate(config: dict[str, Any]) -> int:
 
 
 def _mixer(config: dict[str, Any], layers: int) -> dict[str, int]:
-    """What recurrent layers have; states of convolutions are in bf16, those of recurrences in float32."""
+    """Return `mixer_weights` and `state_bytes`; convolution states are bf16, recurrent ones float32."""
     hidden = config["hidden_size"]
     if config["model_type"] == "lfm2":
         nbytes = 2 * (config["conv_L_cache"] - 1) * hidden
@@ -139,7 +139,7 @@ def _mixer(config: dict[str, Any], layers: int) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What was measured in the same run: bytes read and multiply-adds, times two, a second."""
+    """The machine's limits in the same run: bytes read per second, and FLOP/s (2 per multiply-add)."""
 
     bandwidth: float
     flops: float
@@ -147,22 +147,20 @@ class Machine:
     def decode_limit_s(
         self, shape: Shape, fmt: str, kv: str, head_bits: int, rows: int, context: int
     ) -> float:
-        """The least seconds of a step: reading weights and KV, and states, which are written, too; or
-        multiplying, if that takes longer.
-        """
+        """Return the minimum seconds of a step: memory traffic (states are also written) or products."""
         nbytes = shape.weight_bytes(fmt, head_bits, rows) + rows * shape.kv_bytes(kv, context)
         nbytes += rows * 2 * shape.state_bytes
         pairs = rows * shape.visible(context)
         return max(nbytes / self.bandwidth, self._multiply_s(shape, rows, rows, pairs))
 
     def prefill_limit_s(self, shape: Shape, fmt: str, head_bits: int, length: int) -> float:
-        """The least seconds of a prompt, with logits of its last token alone."""
+        """Return the minimum seconds of a prompt, with logits only for its last token."""
         pairs = sum(shape.visible(tokens) for tokens in range(1, length + 1))
         read = shape.weight_bytes(fmt, head_bits, length) / self.bandwidth
         return max(read, self._multiply_s(shape, length, 1, pairs))
 
     def _multiply_s(self, shape: Shape, rows: int, head_rows: int, pairs: int) -> float:
-        """For so many rows, rows with logits, and pairs of a query and a key in all layers."""
+        """Return the seconds of products, for rows, rows with logits, and pairs of query and key."""
         products = rows * shape.layer_weights + head_rows * shape.head_weights
         attention = 2 * pairs * shape.heads * shape.head_dim
         return 2 * (products + attention) / self.flops

@@ -1,4 +1,4 @@
-"""From seconds to the table: tokens a second, the ratio to the best peer, the fraction of the limit."""
+"""The table of results: tokens per second, ratio to the best peer, fraction of the limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DECODE_GOAL, LIMIT_GOAL, PREFILL_GOAL = 1.2, 0.9, 1.0
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One thing that is measured. `rows` is 0 for the prefill of one prompt."""
+    """One configuration to measure. `rows` is 0 for the prefill of one prompt."""
 
     fmt: str
     prompt: int
@@ -25,7 +25,7 @@ class Cell:
 
     @property
     def tokens(self) -> int:
-        """Of what is timed at once: a step's, or a prompt's."""
+        """Tokens that are timed together: those of a step, or of a prompt."""
         return self.rows or self.prompt
 
     def __str__(self) -> str:
@@ -35,20 +35,20 @@ class Cell:
 
 @dataclass(slots=True)
 class Measured:
-    """A cell's times in every system, and the least time that the machine allowed in each round."""
+    """A cell's times in every system, and the machine's minimum time in each round."""
 
     cell: Cell
     limits_s: list[float]
     seconds: dict[str, list[float]] = field(default_factory=dict)  # by system
 
     def tokens_per_s(self, system: str) -> float | None:
-        """By the median; None where nothing was measured."""
+        """Return the median speed of a system; None if it was not measured."""
         times = self.seconds.get(system)
         return self.cell.tokens / statistics.median(times) if times else None
 
     @property
     def best_peer(self) -> tuple[str, float] | None:
-        """The fastest of the others, and its tokens a second."""
+        """The fastest other system, and its tokens per second."""
         speeds = [
             (name, self.tokens_per_s(name)) for name in self.seconds if name not in (OURS, OURS_A8)
         ]
@@ -57,24 +57,24 @@ class Measured:
 
     @property
     def limit(self) -> float:
-        """Tokens a second that the machine allows."""
+        """Tokens per second at the machine's limit."""
         return self.cell.tokens / statistics.median(self.limits_s)
 
     @property
     def ratio(self) -> float | None:
-        """Ours to the best peer's."""
+        """Verbatim's speed divided by the best peer's."""
         ours, best = self.tokens_per_s(OURS), self.best_peer
         return None if ours is None or best is None else ours / best[1]
 
     @property
     def fraction(self) -> float | None:
-        """Ours to the limit."""
+        """Verbatim's speed divided by the limit."""
         ours = self.tokens_per_s(OURS)
         return None if ours is None else ours / self.limit
 
     @property
     def goal(self) -> float | None:
-        """Tokens a second that ours should reach; decode: 1.2 times the best peer, or 90 % of the limit."""
+        """Tokens per second to reach: in decode 1.2 times the best peer or 90 % of the limit, if less."""
         best = self.best_peer
         if best is None:
             return None
@@ -105,7 +105,7 @@ class Measured:
 
 
 def rows_of(measured: list[Measured], systems: list[str]) -> list[list[str]]:
-    """The table's cells as text, its head first."""
+    """Return the rows of the table as text, the header first."""
     head = [
         "format",
         "prompt",
@@ -132,14 +132,14 @@ def rows_of(measured: list[Measured], systems: list[str]) -> list[list[str]]:
 
 
 def number(value: float | None) -> str:
-    """Three digits that count."""
+    """Format a speed; "" for None."""
     if value is None:
         return ""
     return f"{value:.1f}" if value < 99.5 else f"{value:,.0f}"
 
 
 def text(table: list[list[str]]) -> str:
-    """For a terminal."""
+    """Format a table for a terminal."""
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in table]
     lines.insert(1, "  ".join("-" * w for w in widths))

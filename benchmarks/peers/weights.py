@@ -16,7 +16,7 @@ TOY = dict(
 MOE = dict(model_type="qwen3_moe", norm_topk_prob=True, tie_word_embeddings=True)
 GPT_OSS = dict(
     model_type="gpt_oss",
-    # The real model's YaRN costs the same; llama.cpp rounds its bounds another way than transformers.
+    # The real model's YaRN costs the same; llama.cpp and transformers round its bounds differently.
     rope_parameters=dict(rope_type="default", rope_theta=150000.0),
 )
 QWEN35 = dict(
@@ -53,7 +53,7 @@ GRANITE = dict(
     mamba_d_state=128,
 )
 _THREE_AND_ONE = ["linear_attention"] * 3 + ["full_attention"]
-# The layers that attend.
+# Layers with attention.
 _LFM2_350M = {2, 5, 8, 10, 12, 14}
 _GRANITE_350M = {10, 13, 17, 27}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -139,7 +139,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         layer_types=["mamba", "attention"],
     ),
     "moe-toy": dict(**MOE, **TOY, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=128),
-    # gpt-oss-20b's layers, 4 of 24, and a sixth of its vocabulary: so the head's part of a step stays.
+    # gpt-oss-20b's layers, 4 of 24, and a sixth of its vocabulary: the head's share of a step is the same.
     "gpt-oss": dict(
         **GPT_OSS,
         vocab_size=32768,
@@ -162,20 +162,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         sliding_window=16,
     ),
 }
-# Standard deviations. The last of a token's experts weighs little, so that rounding, which may choose another
-# one, changes little. Attention adds a fifth of what it could: behind copies of one row's K and V, rows would
-# grow alike and choose the same experts. As it is, 8 and 32 rows choose 41.5 and 62.9 of `moe`'s 64 experts
-# (42.0 and 63.1 if each chose on its own), and 20 to 21 and 31.3 of `gpt-oss`'s 32 (21.0 and 31.6).
+# Standard deviations. The last of a token's experts has little weight, so that another choice due to rounding
+# changes little. Attention has a fifth of its usual weight: with copies of one row's K and V, the rows would
+# become alike and choose the same experts. So 8 and 32 rows choose 41.5 and 62.9 of `moe`'s 64 experts (42.0
+# and 63.1 if they were independent), and 20 to 21 and 31.3 of `gpt-oss`'s 32 (21.0 and 31.6).
 EMBEDDING, BIAS, SINK, ROUTER_LOGIT, ATTENTION = 1.0, 0.1, 1.0, 3.0, 0.2
 
 
 def make_random(model_type: str, **numbers: Any) -> Any:
-    """Return a model in bf16, with random weights that keep the tokens apart."""
+    """Return a model in bf16, with random weights that keep the tokens' hidden states distinct."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    unit = numbers["hidden_size"] ** -0.5  # keeps the deviation of what it multiplies
+    unit = numbers["hidden_size"] ** -0.5  # preserves the deviation of its input
     config = AutoConfig.for_model(
         model_type, max_position_embeddings=8192, initializer_range=unit, **numbers
     )

@@ -1,4 +1,4 @@
-"""`verbatim generate`, `chat`, `info` and the help on a scripted engine: what they print, how they end."""
+"""`verbatim generate`, `chat`, `info` and the help on a scripted engine: output and exit status."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from verbatim.cli.generate import generate
 from verbatim.cli.options import ADAPTERS, GENERATE_ONLY, MODEL, SAMPLING, helps, prepare
 from verbatim.cli.placing import CLUSTER, OFFLOAD, PLACING
 from verbatim.cli.terminal import exit_status
+from verbatim.common.plain import to_json
 from verbatim.core import Completion, Metrics, Result
 from verbatim.errors import StageFailed
 from verbatim.params import SamplingParams
-from verbatim.plain import to_json
 from verbatim.serve.settings import ServeSettings
 
-# What can't be said on a command line, or makes no sense where one request runs alone.
+# Fields that have no command-line form, or no effect on a single request.
 LEFT_ALONE = {
     "logits_processors",  # Python functions
-    "hidden_states",  # arrays of a size that nobody reads as JSON
-    "replay_routing",  # an array that Python recorded
+    "hidden_states",  # arrays that are too large for JSON
+    "replay_routing",  # an array recorded in Python
     "replay_indices",
-    "priority",  # no other request waits
-    "cache_salt",  # nor shares a prefix
-    "adapter",  # named by the option that loads it
-    "draft",  # one who wants no drafts asks the engine for none
+    "priority",  # no other request is waiting
+    "cache_salt",  # no other request shares a prefix
+    "adapter",  # set by the option that loads it
+    "draft",  # drafting is an option of the engine
 }
 
 
-def test_text_goes_to_stdout_and_the_counts_to_stderr():
+def test_text_goes_to_stdout_and_counts_to_stderr():
     done = run("generate", "Hello", "--seed", "11")
     assert done.exit_code == 0
     assert done.stdout == "Once there was a 🦊.\n"
@@ -53,7 +53,7 @@ def test_text_goes_to_stdout_and_the_counts_to_stderr():
     assert ScriptedLLM.last.closed
 
 
-def test_an_adapter_is_loaded_and_named_by_the_request():
+def test_adapter_is_loaded_and_named_in_request():
     assert run("generate", "Hello", "--adapter", "law=some/folder").exit_code == 0
     assert ScriptedLLM.last.settings["adapters"] == {"law": "some/folder"}
     assert ScriptedLLM.last.params[0].adapter == "law"
@@ -61,7 +61,7 @@ def test_an_adapter_is_loaded_and_named_by_the_request():
 
 
 OPTIONS = {option.name: option for option in (*SAMPLING, *GENERATE_ONLY)}
-# What is typed, and what it means.
+# Command-line text of an option, and its value.
 BY_TYPE = {int: ("2", 2), float: ("0.5", 0.5), bool: (None, True), str: ("@?x", "@?x"),
            list[int]: ("7", [7]), list[str]: ("x", ["x"])}  # fmt: skip
 TYPED = {"logit_bias": ("5=-1.5", {5: -1.5}), "early_stopping": ("NEVER", "never"),
@@ -69,10 +69,10 @@ TYPED = {"logit_bias": ("5=-1.5", {5: -1.5}), "early_stopping": ("NEVER", "never
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_sampling_option_reaches_the_request(name):
+def test_sampling_option_reaches_request(name):
     option = OPTIONS[name]
     text, value = TYPED.get(name) or BY_TYPE[option.type]
-    flag = option.flags.rpartition("/")[2]  # that which is not the default
+    flag = option.flags.rpartition("/")[2]  # the flag that changes the default
     args = [flag] if text is None else [flag, text]
     fields = {name: value and option.default is not True}
     if text is not None:
@@ -89,12 +89,12 @@ def test_a_sampling_option_reaches_the_request(name):
         assert params == SamplingParams(**{"max_tokens": 256, "seed": params.seed} | fields)
 
 
-def test_every_field_of_sampling_has_an_option_or_a_reason_for_none():
+def test_every_sampling_field_has_an_option_or_is_excluded():
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
     assert fields - OPTIONS.keys() == LEFT_ALONE
 
 
-def test_what_is_left_out_keeps_the_defaults_of_python_and_256_tokens():
+def test_options_not_given_keep_python_defaults_and_256_tokens():
     run("generate", "Hello")
     (params,) = ScriptedLLM.last.params
     assert params == SamplingParams(max_tokens=256, seed=params.seed)
@@ -102,7 +102,7 @@ def test_what_is_left_out_keeps_the_defaults_of_python_and_256_tokens():
     assert ScriptedLLM.last.settings == {}
 
 
-def test_a_seed_is_drawn_where_none_is_given():
+def test_seed_is_drawn_and_reported_if_not_given():
     def seed(*args):
         done = run("generate", "Hello", *args)
         (params,) = ScriptedLLM.last.params
@@ -118,7 +118,7 @@ def test_a_seed_is_drawn_where_none_is_given():
 SCHEMA = '{"type": "object", "properties": {"name": {"type": "string"}}}'
 
 
-def test_schemas_and_grammars_can_be_files(tmp_path):
+def test_schemas_and_grammars_are_read_from_files(tmp_path):
     schema, grammar = tmp_path / "name.json", tmp_path / "answer.lark"
     schema.write_text(SCHEMA + "\n")
     grammar.write_text('start: "🦊"\n', encoding="utf-8")
@@ -134,7 +134,7 @@ def test_early_stopping_is_a_bool_or_never(text, value):
     assert ScriptedLLM.last.params[0].early_stopping is value
 
 
-def test_model_options_reach_the_engine():
+def test_model_options_reach_engine():
     args = "--model some/folder --dtype float32 --num-threads 2 --kv-memory 40% --max-length 64"
     run("generate", "Hello", *args.split(), "--trust-remote-code", "--block-size", "8")
     assert ScriptedLLM.last.model == "some/folder"
@@ -144,7 +144,7 @@ def test_model_options_reach_the_engine():
     }  # fmt: skip
 
 
-def test_prompt_comes_from_a_file_a_pipe_or_ids(tmp_path):
+def test_prompt_comes_from_file_pipe_or_ids(tmp_path):
     path = tmp_path / "prompt.txt"
     path.write_bytes("Es war\neinmal ü\r\n".encode())
     for args, input in (
@@ -158,7 +158,7 @@ def test_prompt_comes_from_a_file_a_pipe_or_ids(tmp_path):
     assert ScriptedLLM.last.asked == [[5, 17, 9]]
 
 
-def test_json_is_one_object_with_the_fields_of_a_result():
+def test_json_is_one_object_with_result_fields():
     done = run("generate", "Hello", "--json", "--logprobs", "1")
     (line,) = done.stdout.splitlines()
     result = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -169,7 +169,7 @@ def test_json_is_one_object_with_the_fields_of_a_result():
     assert (output["stop_reason"], output["top_logprobs"]) == ([5, 6], [[[3, None]]])
 
 
-def test_json_carries_the_routing_and_the_score_of_beams():
+def test_json_has_routing_and_beam_scores():
     def output(*args):
         return json.loads(run("generate", "Hello", "--json", *args).stdout)["outputs"][0]
 
@@ -186,14 +186,14 @@ def test_tensors_in_json_are_nested_lists():
     assert json.loads(to_json(result))["prompt_hidden_states"] == [[0.5, None], [1.0, -2.0]]
 
 
-def test_several_completions_are_printed_apart():
+def test_several_completions_are_printed_separately():
     done = run("generate", "Hello", "--n", "2", "--max-tokens", "2")
     assert done.stdout == "--- 1 of 2 ---\nOnce there \n--- 2 of 2 ---\nOnce there \n"
     assert "4 new tokens" in done.stderr
     assert done.stderr.endswith("finish: length, length\n")
 
 
-def test_beams_are_counted_as_they_were_found():
+def test_fewer_beams_than_requested_are_numbered_correctly():
     class TwoFound(ScriptedLLM):
         num_found = 2
 
@@ -204,20 +204,20 @@ def test_beams_are_counted_as_they_were_found():
     assert done.stderr.endswith("finish: length, length\n")
 
 
-def test_ctrl_c_ends_a_beam_search_at_once():
+def test_ctrl_c_aborts_beam_search():
     done = run("generate", "Hello", "--num-beams", "4", engine=interrupted_after(2))
     assert (done.exit_code, done.stdout) == (130, "")
     assert done.stderr == "verbatim: interrupted\n"
     assert ScriptedLLM.last.closed
 
 
-def test_time_that_is_over_is_a_finish_reason():
+def test_timeout_is_shown_as_finish_reason():
     done = run("generate", "Hello", "--timeout-s", "2.5")
     assert (done.exit_code, done.stdout) == (0, "Once there \n")
     assert done.stderr.endswith("finish: timeout\n")
 
 
-def test_ctrl_c_prints_what_there_is_and_ends_the_request():
+def test_ctrl_c_prints_partial_text_and_aborts_request():
     before = signal.getsignal(signal.SIGINT)
     done = run("generate", "Hello", engine=interrupted_after(2))
     assert (done.exit_code, done.stdout) == (130, "Once there \n")
@@ -231,8 +231,8 @@ def test_ctrl_c_prints_what_there_is_and_ends_the_request():
     assert run("generate", "Hello", "--json", engine=interrupted_after(1)).stdout == ""
 
 
-def test_ctrl_c_that_is_ignored_stays_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as of a shell's background job
+def test_ignored_sigint_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # like in a shell's background job
     try:
         done = run("generate", "Hello", engine=interrupted_after(2))
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -243,7 +243,7 @@ def test_ctrl_c_that_is_ignored_stays_ignored():
 
 @pytest.mark.parametrize("error", [StageFailed("stage 1 was lost"), KeyboardInterrupt])
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_an_error_within_a_text_begins_a_line(command, error):
+def test_error_in_mid_text_is_printed_on_a_new_line(command, error):
     class Failing(ScriptedLLM):
         def _deltas(self, *args):
             for number, delta in enumerate(super()._deltas(*args)):
@@ -258,7 +258,7 @@ def test_an_error_within_a_text_begins_a_line(command, error):
     assert "verbatim: " in done.stderr
 
 
-def test_a_closed_pipe_ends_quietly(monkeypatch):
+def test_closed_pipe_ends_quietly_with_status_141(monkeypatch):
     class Closed(io.StringIO):
         def write(self, _):
             raise BrokenPipeError
@@ -305,7 +305,7 @@ def _nothing_given():
         (["x", "--logit-bias", "5:1"], 2, "--logit-bias '5:1': must be ID=VALUE"),
     ],
 )
-def test_hostile_input_is_refused_in_one_line(args, status, says):
+def test_invalid_input_is_rejected_in_one_line(args, status, says):
     done = run("generate", *args)
     assert done.exit_code == status
     assert done.stdout == ""
@@ -313,13 +313,13 @@ def test_hostile_input_is_refused_in_one_line(args, status, says):
     assert line.startswith(f"verbatim: {says}")
 
 
-def test_binary_stdin_is_refused_in_one_line():
+def test_binary_stdin_is_rejected_in_one_line():
     done = run("generate", input=b"good\xff\xfe\x00bad")
     assert done.exit_code == 1
     assert done.stderr == "verbatim: stdin is not UTF-8 text: byte 0xff at offset 4\n"
 
 
-def test_no_prompt_at_a_terminal_is_wrong_usage(monkeypatch):
+def test_missing_prompt_at_terminal_is_usage_error(monkeypatch):
     monkeypatch.setattr(
         "verbatim.cli.generate.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
     )
@@ -338,20 +338,20 @@ def test_no_prompt_at_a_terminal_is_wrong_usage(monkeypatch):
         ("chat", "--num-beams", "2"),
     ],
 )
-def test_unknown_commands_and_options_are_wrong_usage(args):
+def test_unknown_commands_and_options_are_usage_errors(args):
     done = run(*args)
     assert done.exit_code == 2
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
 
 
-def test_missing_kernels_are_mentioned(monkeypatch):
-    monkeypatch.setattr(kernels, "wanted", lambda: None)
+def test_missing_kernels_are_reported(monkeypatch):
+    monkeypatch.setattr(kernels, "requested", lambda: None)
     assert "without compiled kernels" in run("generate", "Hello", kernels=()).stderr
     assert "without compiled kernels" not in run("generate", "Hello").stderr
-    monkeypatch.setattr(kernels, "wanted", lambda: "none")
+    monkeypatch.setattr(kernels, "requested", lambda: "none")
     assert "without compiled kernels" not in run("generate", "Hello").stderr
-    monkeypatch.setattr(kernels, "wanted", lambda: "sse")
+    monkeypatch.setattr(kernels, "requested", lambda: "sse")
     assert run("generate", "Hello").stderr.startswith(
         "verbatim: VERBATIM_KERNELS='sse': this build"
     )
@@ -362,20 +362,20 @@ def test_missing_kernels_are_mentioned(monkeypatch):
              ("info", "folder", "--json"), ("info", "--model", "folder", "--json")],
     ids=" ".join,
 )  # fmt: skip
-def test_the_model_is_an_argument_or_an_option(line):
+def test_model_is_given_as_argument_or_option(line):
     assert run(*line).exit_code == 0
     assert ScriptedLLM.last.model == "folder"
 
 
 @pytest.mark.parametrize("command", ["serve", "bench", "verify", "plan", "info", "chat"])
-def test_a_model_that_is_given_twice_is_refused(command):
+def test_model_given_twice_is_usage_error(command):
     done = run(command, "one", "--model", "other")
     assert done.exit_code == 2
     assert "give the model once, not 'one' and --model 'other'" in done.stderr
     assert "one argument too many" in run("generate", "a", "b", "c").stderr
 
 
-def test_the_warning_of_missing_kernels_is_not_shown_beside_the_commands_own_line():
+def test_missing_kernels_warning_is_suppressed_in_commands():
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         prepare()
@@ -385,13 +385,13 @@ def test_the_warning_of_missing_kernels_is_not_shown_beside_the_commands_own_lin
 
 
 @pytest.mark.parametrize("settings", [SamplingParams, ServeSettings])
-def test_every_field_of_a_documented_class_has_a_help(settings):
+def test_every_field_of_documented_class_has_help_text(settings):
     texts = helps(settings)
     assert texts.keys() == {field.name for field in dataclasses.fields(settings)}
     assert all(text[0] == text[0].upper() and text.endswith((".", ")")) for text in texts.values())
 
 
-def test_the_help_shows_defaults_and_the_way_to_turn_a_switch_off():
+def test_help_shows_defaults_and_negated_flags():
     shown = run("serve", "--help").stdout
     for text in ("512", "--no-docs", "raw_logprobs.", "half of"):
         assert text in shown
@@ -400,7 +400,7 @@ def test_the_help_shows_defaults_and_the_way_to_turn_a_switch_off():
 # ---- chat, info and the help
 
 
-def test_chat_keeps_the_conversation_and_uses_the_models_own_defaults():
+def test_chat_keeps_history_and_uses_model_defaults():
     done = run("chat", "--top-p", "0.9", "--system", "Be brief.", input=b"Hi\n\nMore\n")
     assert done.exit_code == 0
     assert done.stdout == "Once there was a 🦊.\n" * 2
@@ -420,7 +420,7 @@ def test_chat_keeps_the_conversation_and_uses_the_models_own_defaults():
     assert engine.closed
 
 
-def test_every_turn_tells_its_seed():
+def test_every_chat_turn_reports_its_seed():
     done = run("chat", input=b"Hi\nMore\n")
     seeds = [params.seed for params in ScriptedLLM.last.params]
     assert seeds[0] != seeds[1]
@@ -431,20 +431,20 @@ def test_every_turn_tells_its_seed():
     assert done.stderr.splitlines()[-2:] == ["(seed 5)", "(seed 5)"]
 
 
-def test_chat_says_when_the_time_is_over():
+def test_chat_reports_timeout():
     done = run("chat", "--timeout-s", "2", "--seed", "5", input=b"Hi\n")
     assert (done.exit_code, done.stdout) == (0, "Once there \n")
     assert done.stderr.endswith("(out of time after 2 tokens, seed 5)\n")
 
 
-def test_chat_shows_the_beginning_of_a_long_grammar():
+def test_chat_banner_truncates_long_grammar():
     done = run("chat", "--grammar", 'start: "yes" | "no" ' + "| x" * 1000, input=b"Hi\n")
     banner = done.stderr.splitlines()[0]
     assert """grammar='start: "yes" |""" in banner
     assert len(banner) < 300
 
 
-def test_chat_survives_a_prompt_that_is_too_long():
+def test_chat_survives_too_long_prompt():
     done = run("chat", input=b"Hi\n" + b"x" * 1001 + b"\nMore\n")
     assert done.exit_code == 0
     assert "verbatim: the conversation has 2000 tokens; the limit is 1000" in done.stderr
@@ -452,7 +452,7 @@ def test_chat_survives_a_prompt_that_is_too_long():
     assert [message["content"] for message in ScriptedLLM.last.asked[-1]][::2] == ["Hi", "More"]
 
 
-def test_chat_keeps_the_partial_answer_after_ctrl_c():
+def test_chat_keeps_partial_answer_after_ctrl_c():
     done = run("chat", input=b"Hi\nMore\n", engine=interrupted_after(2))
     assert done.exit_code == 0
     assert done.stdout == "Once there \nOnce there was a 🦊.\n"
@@ -460,7 +460,7 @@ def test_chat_keeps_the_partial_answer_after_ctrl_c():
     assert ScriptedLLM.last.asked[-1][1] == {"role": "assistant", "content": "Once there "}
 
 
-def test_chat_commands():
+def test_chat_slash_commands():
     done = run("chat", "--max-tokens", "1", input=b"Hi\n/clear\n/help\n/bogus\nMore\n/exit\nno\n")
     assert done.exit_code == 0
     assert [len(messages) for messages in ScriptedLLM.last.asked] == [1, 1]
@@ -468,7 +468,7 @@ def test_chat_commands():
     assert "(cut after 1 tokens, seed " in done.stderr
 
 
-def test_chat_refuses_bad_options_and_binary_lines():
+def test_chat_rejects_bad_options_and_binary_lines():
     done = run("chat", "--top-k", "-1")
     assert done.stderr == "verbatim: top_k=-1: must be an integer, 0 or more\n"
     done = run("chat", input=b"Hi\n\xff\n")
@@ -476,7 +476,7 @@ def test_chat_refuses_bad_options_and_binary_lines():
     assert done.stderr.endswith("verbatim: stdin is not UTF-8 text: line 2\n")
 
 
-def test_info_prints_facts_aligned_or_as_json():
+def test_info_prints_aligned_fields_or_json():
     assert run("info").stdout.splitlines() == [
         "model         scripted",
         "weight bytes  1,500,000 (1.5 MB)",
@@ -487,11 +487,11 @@ def test_info_prints_facts_aligned_or_as_json():
     assert json.loads(run("info", "--json").stdout) == ScriptedLLM().info()
 
 
-def test_version():
+def test_version_option():
     assert run("--version").stdout == f"verbatim {__version__}\n"
 
 
-def test_the_package_runs_as_the_command():
+def test_python_m_verbatim_runs_the_command():
     command = [sys.executable, "-P", "-m", "verbatim"]
     done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"verbatim {__version__}\n"
@@ -500,7 +500,7 @@ def test_the_package_runs_as_the_command():
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_list_of_commands_says_what_the_help_of_each_says(name):
+def test_command_list_matches_help_of_each_command(name):
     assert COMMANDS[name] in " ".join(run(name, "--help").stdout.split())
 
 

@@ -1,4 +1,4 @@
-"""`verbatim batch`: answers as a server gives them, and going on after whatever ended a run."""
+"""`verbatim batch`: the same answers as from a server, and resuming after interruptions."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from support.programs import FROM_THE_DOT, VERBATIM, started
 from verbatim import LLM, SamplingParams
 from verbatim.cli.batch import _shown
 from verbatim.cli.commands import app
+from verbatim.common.files import lines_of
 from verbatim.errors import InvalidRequest, StageFailed, VerbatimError
-from verbatim.files import lines_of
 from verbatim.serve.batch import BatchRun
 from verbatim.serve.metrics import ServerMetrics
 from verbatim.serve.records import Records
@@ -69,7 +69,7 @@ def llm():
 
 @pytest.fixture
 def answer(llm, tmp_path):
-    """Run a batch to its end on the shared engine; what it did."""
+    """Run a batch to its end on the shared engine; return the run and its records."""
 
     def answer(lines=None, on_record=lambda: None, **options):
         if lines is not None:
@@ -85,7 +85,7 @@ def answer(llm, tmp_path):
 
 @pytest.fixture
 def command(llm, monkeypatch, tmp_path):
-    """The command on the shared engine."""
+    """Run the command on the shared engine."""
 
     class Kept:
         def __enter__(self):
@@ -105,7 +105,7 @@ def command(llm, monkeypatch, tmp_path):
 
 @pytest.fixture
 def disturbed(command, monkeypatch, tmp_path):
-    """Run the command until it has written some bytes, and end it there."""
+    """Run the command until it has written `left` bytes, then fail or interrupt it."""
     out = tmp_path / "out.jsonl"
     write_to, add = os.write, Records._add
 
@@ -135,7 +135,7 @@ def disturbed(command, monkeypatch, tmp_path):
     return disturbed
 
 
-def test_every_endpoint_answers_as_alone(answer, llm):
+def test_batch_answers_match_generate_and_chat(answer, llm):
     user = [{"role": "user", "content": "Tell me of a fox."}]
     lines = [
         line("text", {"prompt": "Once upon a time", "max_tokens": 12, "seed": 5, "logprobs": 2}),
@@ -154,13 +154,13 @@ def test_every_endpoint_answers_as_alone(answer, llm):
     assert choice["text"] == alone.outputs[0].text
     assert choice["logprobs"]["token_logprobs"] == alone.outputs[0].logprobs
     params = llm.default_params().replace(max_tokens=9, seed=6, temperature=1)
-    said = llm.chat(user, params).outputs[0]
-    assert found["chat"]["choices"][0]["message"]["content"] == said.text
+    chat = llm.chat(user, params).outputs[0]
+    assert found["chat"]["choices"][0]["message"]["content"] == chat.text
     assert found["new"]["output"][0]["content"][0]["text"]
     assert found["new"]["seed"] == 7
 
 
-def test_a_seed_that_was_drawn_gives_the_same_again(answer, tmp_path):
+def test_reported_seed_reproduces_the_text(answer, tmp_path):
     _, records = answer([line("a", {"prompt": "The"}), line("b", {"prompt": "The"})])
     seeds = {r["custom_id"]: r["response"]["body"]["choices"][0]["seed"] for r in records}
     assert seeds["a"] != seeds["b"]
@@ -169,7 +169,7 @@ def test_a_seed_that_was_drawn_gives_the_same_again(answer, tmp_path):
     assert texts_of(again)["a"] == texts_of(records)["a"]
 
 
-def test_the_progress_of_a_run_that_goes_on_is_shown_after_each_answer(monkeypatch):
+def test_progress_of_resumed_run_is_shown_after_each_answer(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -186,7 +186,7 @@ def test_the_progress_of_a_run_that_goes_on_is_shown_after_each_answer(monkeypat
             assert f"{run.bytes_done // 10}%: {90 + run.num_done} lines" in sys.stderr.getvalue()
 
 
-def test_many_lines_run_at_once_and_no_more_than_allowed(answer, llm, tmp_path):
+def test_many_lines_run_at_once_up_to_in_flight(answer, llm, tmp_path):
     before = llm.stats()
     run, _ = answer(some(40, ignore_eos=True))
     after = llm.stats()
@@ -197,16 +197,16 @@ def test_many_lines_run_at_once_and_no_more_than_allowed(answer, llm, tmp_path):
 
     def note():
         nonlocal most
-        most = max(most, run.service.under_way)
+        most = max(most, run.service.num_in_progress)
 
     with records_in(tmp_path) as records:
         run = BatchRun(llm, records, in_flight=3)
         asyncio.run(run.run(note))
-    assert most in (2, 3)  # the one that is written has given its reservation back
+    assert most in (2, 3)  # a request that is being written has released its reservation
     assert len(read(tmp_path / "out.jsonl")) == 40
 
 
-def test_whatever_is_left_of_the_answers_it_goes_on_to_the_same_ones(answer, tmp_path):
+def test_run_resumes_from_truncated_output_with_same_answers(answer, tmp_path):
     lines = some(12)
     out = tmp_path / "out.jsonl"
     _, records = answer(lines)
@@ -244,10 +244,12 @@ REFUSED = [
 ]
 
 
-def test_bad_lines_become_error_records_and_the_run_goes_on(command, tmp_path):
+def test_bad_lines_become_error_records(command, tmp_path):
     good = [json.dumps(line("r0", {"prompt": "The fox", "max_tokens": 3})) + "\n"]
     refused = [json.dumps(line(f"x{i}", body)) + "\n" for i, (body, _, _) in enumerate(REFUSED)]
-    last = json.dumps(line("last", {"prompt": "The fox", "max_tokens": 3}))  # without a line end
+    last = json.dumps(
+        line("last", {"prompt": "The fox", "max_tokens": 3})
+    )  # without a final newline
     bad = [(text if isinstance(text, str) else json.dumps(text)) + "\n" for text, *_ in BAD]
     text = "\ufeff" + "".join([*good, *bad, "\n", *refused, last])
     (tmp_path / "in.jsonl").write_text(text)
@@ -268,14 +270,14 @@ def test_bad_lines_become_error_records_and_the_run_goes_on(command, tmp_path):
     number = len(BAD) + len(REFUSED) + 2
     assert f"{number} lines are in " in done.stderr
     assert f", {number - 2} of them errors; " in done.stderr
-    # Once more: all of it is there, and the status is that of what is there.
+    # A second run answers nothing, and its status is that of the existing records.
     done = command()
     assert done.exit_code == 1
     assert f"({number} from earlier runs)" in done.stderr
     assert len(read(tmp_path / "out.jsonl")) == number
 
 
-def test_a_run_without_errors_says_what_it_did(command, tmp_path):
+def test_run_without_errors_prints_a_summary(command, tmp_path):
     write(tmp_path / "in.jsonl", some(2, ignore_eos=True))
     done = command("--name", "fox")
     assert done.exit_code == 0
@@ -288,7 +290,7 @@ def test_a_run_without_errors_says_what_it_did(command, tmp_path):
     assert "was started by fox with cpu/" in done.stderr
 
 
-def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(command, disturbed, tmp_path):
+def test_ctrl_c_keeps_written_lines_and_says_how_to_resume(command, disturbed, tmp_path):
     write(tmp_path / "in.jsonl", some(30, max_tokens=None))
     done = disturbed("interrupted", 1000)
     count = len(read(tmp_path / "out.jsonl"))
@@ -301,7 +303,7 @@ def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(command, disturbed, 
     )
 
 
-def test_a_full_disk_is_one_line_and_leaves_whole_lines(disturbed, tmp_path):
+def test_full_disk_prints_one_line_and_leaves_whole_lines(disturbed, tmp_path):
     write(tmp_path / "in.jsonl", some(9))
     done = disturbed("full", 1500)
     assert len(done.stderr.splitlines()) == 1
@@ -309,19 +311,19 @@ def test_a_full_disk_is_one_line_and_leaves_whole_lines(disturbed, tmp_path):
     assert 1 <= len(read(tmp_path / "out.jsonl")) < 9
 
 
-def test_an_engine_that_fails_ends_the_run_and_loses_no_line(llm, monkeypatch, tmp_path):
+def test_engine_failure_ends_run_and_loses_no_line(llm, monkeypatch, tmp_path):
     write(tmp_path / "in.jsonl", some(6))
     with records_in(tmp_path) as records:
         run = BatchRun(llm, records, in_flight=2)
         plain = llm.engine.arun
 
-        async def lost(requests):
+        async def failing(requests):
             if requests[0].seed == 3:
                 raise StageFailed("stage 1 was lost")
             return await plain(requests)
 
         with monkeypatch.context() as patched:
-            patched.setattr(llm.engine, "arun", lost)
+            patched.setattr(llm.engine, "arun", failing)
             with pytest.raises(StageFailed, match="stage 1 was lost"):
                 asyncio.run(run.run())
     assert "r3" not in texts_of(read(tmp_path / "out.jsonl"))
@@ -330,17 +332,17 @@ def test_an_engine_that_fails_ends_the_run_and_loses_no_line(llm, monkeypatch, t
     assert set(texts_of(read(tmp_path / "out.jsonl"))) == {f"r{i}" for i in range(6)}
 
 
-def test_an_error_nobody_foresaw_is_that_of_its_line(answer, monkeypatch):
+def test_unexpected_error_is_recorded_for_its_line(answer, monkeypatch):
     from verbatim.serve import completions
 
     plain = completions.CompletionRequest.answer
 
-    async def odd(self, key):
+    async def failing(self, key):
         if self.params.seed == 1:
             raise LookupError("odd")
         return await plain(self, key)
 
-    monkeypatch.setattr(completions.CompletionRequest, "answer", odd)
+    monkeypatch.setattr(completions.CompletionRequest, "answer", failing)
     _, records = answer(some(3))
     found = {r["custom_id"]: r["response"] for r in records}
     assert found["r1"]["status_code"] == 500
@@ -348,7 +350,7 @@ def test_an_error_nobody_foresaw_is_that_of_its_line(answer, monkeypatch):
     assert found["r0"]["status_code"] == found["r2"]["status_code"] == 200
 
 
-def test_two_runs_can_not_write_one_file(command, tmp_path):
+def test_concurrent_runs_on_one_output_are_rejected(command, tmp_path):
     write(tmp_path / "in.jsonl", some(1))
     with records_in(tmp_path):
         done = command()
@@ -365,7 +367,7 @@ def test_two_runs_can_not_write_one_file(command, tmp_path):
         pytest.param(b"\x00\x01\n", id="bytes"),
     ],
 )
-def test_a_file_of_something_else_is_left_alone(tmp_path, text):
+def test_unrelated_output_file_is_left_untouched(tmp_path, text):
     path = tmp_path / "out.jsonl"
     path.write_bytes(text)
     with pytest.raises(InvalidRequest, match=r"out\.jsonl, line 1: not a batch answer"):
@@ -373,7 +375,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path, text):
     assert path.read_bytes() == text
 
 
-def test_paths_that_can_not_be_are_refused_before_a_model_is_opened(tmp_path, monkeypatch):
+def test_invalid_paths_are_rejected_before_the_model_opens(tmp_path, monkeypatch):
     def never(*_):
         raise AssertionError
 
@@ -397,7 +399,7 @@ def test_paths_that_can_not_be_are_refused_before_a_model_is_opened(tmp_path, mo
     assert "batch needs prometheus_client: pip install '.[serve]'" in refused(source, target)
 
 
-def test_a_line_without_end_takes_no_memory(tmp_path):
+def test_overlong_lines_are_read_as_none(tmp_path):
     path = tmp_path / "in"
     path.write_bytes(b"ab\n" + b"x" * 5000 + b"\ncd\n" + b"y" * 99)
     with open(path, "rb") as file:
@@ -408,7 +410,7 @@ def test_a_line_without_end_takes_no_memory(tmp_path):
         assert [length for _, length in lines_of(file, 4096)] == [3, 5001, 3, 99]
 
 
-def test_the_engine_of_ranks_is_refused(llm, monkeypatch, tmp_path):
+def test_tensor_parallel_engine_is_rejected(llm, monkeypatch, tmp_path):
     monkeypatch.setattr(llm.engine, "collective", object())
     write(tmp_path / "in.jsonl", some(1))
     with (
@@ -418,7 +420,7 @@ def test_the_engine_of_ranks_is_refused(llm, monkeypatch, tmp_path):
         BatchRun(llm, records)
 
 
-def test_metrics_tell_of_drafts():
+def test_metrics_include_drafted_tokens():
     with LLM(draft="ngram", num_draft_tokens=3) as llm:
         llm.generate([[5, 6, 7] * 6], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
         stats = llm.stats()
@@ -431,7 +433,7 @@ def test_metrics_tell_of_drafts():
 
 
 def mixed(count):
-    """Requests of which some are refused, repeated, or none at all."""
+    """Input lines, some of them rejected, repeated or not JSON."""
     lines = some(count, ignore_eos=True)
     for i in range(0, count, 7):
         lines[i]["body"]["temperature"] = -1
@@ -442,7 +444,7 @@ def mixed(count):
 
 
 def answers_of(records):
-    """What the records say, without what differs between two runs."""
+    """Count the records, without the fields that differ between two runs."""
     found = []
     for record in records:
         response, error = record["response"], record["error"]
@@ -454,24 +456,24 @@ def answers_of(records):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_wherever_a_run_ends_each_line_is_answered_once(command, disturbed, tmp_path, seed):
+def test_interrupted_run_answers_each_line_once(command, disturbed, tmp_path, seed):
     (tmp_path / "in.jsonl").write_text(mixed(40))
     out = tmp_path / "out.jsonl"
-    assert command().exit_code == 1  # of the lines that are refused
+    assert command().exit_code == 1  # some lines are rejected
     expected, draw = answers_of(read(out)), random.Random(seed)
     assert set(expected.values()) == {1}
     out.unlink()
     for _ in range(3):
         for how in draw.sample(["interrupted", "full", "killed"], 3):
             disturbed(how, draw.randrange(1, 2500))
-            if how == "killed":  # within a line
+            if how == "killed":  # possibly in the middle of a line
                 os.truncate(out, max(0, out.stat().st_size - draw.randrange(3000)))
     assert command().exit_code == 1
     assert answers_of(read(out)) == expected
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_at_any_moment_answers_each_line_once(tmp_path):
+def test_killed_process_answers_each_line_once(tmp_path):
     source, out, whole = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "whole.jsonl"))
     source.write_text(mixed(1500))
     args = ["batch", str(source)]
@@ -495,7 +497,7 @@ def test_a_process_that_ends_at_any_moment_answers_each_line_once(tmp_path):
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         with started(line, preexec_fn=full if how == "disk" else None, **pipes) as run:
             assert run.stdout.read(1) == b"."
-            early = draw.random() < 0.2  # while it starts
+            early = draw.random() < 0.2  # during startup
             deadline = time.monotonic() + (draw.random() * 3 if early else 60)
             while time.monotonic() < deadline and run.poll() is None:
                 if how != "disk" and out.stat().st_size > target:
@@ -503,13 +505,11 @@ def test_a_process_that_ends_at_any_moment_answers_each_line_once(tmp_path):
                 time.sleep(0.001)
             if how != "disk" or run.poll() is None:
                 run.send_signal(signal.SIGINT if how == "interrupt" else signal.SIGKILL)
-            said = run.communicate()[1].decode()
+            stderr = run.communicate()[1].decode()
         ends[how, run.returncode] += 1
-        assert run.returncode in (1, 130, -signal.SIGKILL), said
-        assert "Traceback" not in said
-        if (
-            run.returncode != -signal.SIGKILL
-        ):  # a run that is early or late on a full disk is killed
+        assert run.returncode in (1, 130, -signal.SIGKILL), stderr
+        assert "Traceback" not in stderr
+        if run.returncode != -signal.SIGKILL:  # a "disk" run that did not fill the disk is killed
             assert out.read_bytes()[-1:] in (b"", b"\n")
     print(ends)
     done = subprocess.run([*VERBATIM, *args, str(out)], capture_output=True, text=True)

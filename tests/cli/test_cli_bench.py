@@ -1,4 +1,4 @@
-"""`verbatim bench`: what it measures adds up, and what it can't do is refused before minutes are spent."""
+"""`verbatim bench`: consistent measurements, and early rejection of what can't be measured."""
 
 import json
 from collections.abc import Iterator
@@ -8,14 +8,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from verbatim.api.llm import LLM
 from verbatim.bench.machine import Limits, Needs
 from verbatim.bench.peers import Ours
-from verbatim.bench.plan import BenchPlan
+from verbatim.bench.plan import BenchPlan, random_ids
 from verbatim.bench.run import Cell, measure
-from verbatim.bench.timing import random_ids
 from verbatim.cli.commands import app
 from verbatim.errors import InvalidRequest
-from verbatim.llm import LLM
 from verbatim.storyteller import path
 
 LITTLE = ["--rounds", "1", "--steps", "2", "--rows", "1,3", "--contexts", "20", "--prefills", "24"]
@@ -38,28 +37,28 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_it_measures_all_that_was_asked_beside_transformers() -> None:
+def test_bench_measures_requested_cells_and_transformers() -> None:
     done = run(*LITTLE, "--mixed", "3", "--json")
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert told["systems"] == ["Verbatim", "transformers"]
-    assert [(c["what"], c["rows"], c["context"]) for c in told["cells"]] == [
+    report = json.loads(done.stdout)
+    assert report["systems"] == ["Verbatim", "transformers"]
+    assert [(c["what"], c["rows"], c["context"]) for c in report["cells"]] == [
         ("prefill", None, 24),
         ("decode", 1, 20),
         ("decode", 3, 20),
     ]
-    for cell in told["cells"]:
+    for cell in report["cells"]:
         assert {name: len(times) for name, times in cell["seconds"].items()} == dict.fromkeys(
-            told["systems"], 1 if cell["rows"] is None else 2
+            report["systems"], 1 if cell["rows"] is None else 2
         )
-        ours, theirs = (cell["tokens_per_s"][name] for name in told["systems"])
+        ours, theirs = (cell["tokens_per_s"][name] for name in report["systems"])
         assert cell["ratio"]["transformers"] == pytest.approx(ours / theirs)
         assert min(cell["of_limit"].values()) > 0
-    assert told["mixed"]["requests"] == 3 and told["mixed"]["new_tokens"] >= 3 * 8
-    assert told["bandwidth_bytes_per_s"] > 0 and told["flops"] > 0
+    assert report["mixed"]["requests"] == 3 and report["mixed"]["new_tokens"] >= 3 * 8
+    assert report["bandwidth_bytes_per_s"] > 0 and report["flops"] > 0
 
 
-def test_a_plot(tmp_path: Path) -> None:
+def test_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib, which the extra bench has")
     picture = tmp_path / "bench.png"
     done = run(*LITTLE, "--mixed", "0", "--no-peers", "--plot", str(picture))
@@ -67,19 +66,19 @@ def test_a_plot(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_table_is_for_people() -> None:
+def test_default_output_is_a_table() -> None:
     done = run(*LITTLE, "--mixed", "0", "--no-peers", "--num-threads", "1")
     assert done.exit_code == 0, done.output
     assert "decode, 3 x 20" in done.stdout and "transformers" not in done.stdout
     assert "of the limit" in done.stdout and "GB/s" in done.stdout
 
 
-def test_what_is_too_long_for_the_model_is_left_out_and_said() -> None:
+def test_too_long_contexts_are_skipped_with_a_remark() -> None:
     done = run("--rows", "2", "--contexts", "20,5000", "--prefills", "9000", "--mixed", "0",
                "--steps", "1", "--rounds", "1", "--no-peers", "--json")  # fmt: skip
-    told = json.loads(done.stdout)
-    assert [(c["rows"], c["context"]) for c in told["cells"]] == [(2, 20)]
-    assert len([r for r in told["remarks"] if "is left out: at most 2048 tokens fit" in r]) == 2
+    report = json.loads(done.stdout)
+    assert [(c["rows"], c["context"]) for c in report["cells"]] == [(2, 20)]
+    assert len([r for r in report["remarks"] if "is left out: at most 2048 tokens fit" in r]) == 2
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,7 @@ def test_what_is_too_long_for_the_model_is_left_out_and_said() -> None:
         (("--rows", "", "--prefills", "", "--mixed", "0"), "nothing to measure"),
     ],
 )
-def test_wrong_usage_is_told_before_anything_is_opened(
+def test_usage_errors_are_reported_before_opening_a_model(
     args: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object) -> None:
@@ -108,7 +107,7 @@ def test_wrong_usage_is_told_before_anything_is_opened(
 
 
 class Failing:
-    """A peer that gives up at the second cell."""
+    """A peer that fails at the second cell."""
 
     name = "another"
 
@@ -123,13 +122,13 @@ class Failing:
 
 
 class Still:
-    """A machine of round numbers."""
+    """A machine with fixed limits."""
 
     def measure(self) -> Limits:
         return Limits(1e9, 1e12)
 
 
-def test_a_peer_that_fails_is_left_out_and_the_rest_goes_on() -> None:
+def test_failing_peer_is_left_out_and_others_continue() -> None:
     with LLM(path()) as llm:
         report = measure(
             BenchPlan(rows=(2,), contexts=(16,), prefills=(16,), rounds=2, steps=3, mixed=0),
@@ -142,13 +141,13 @@ def test_a_peer_that_fails_is_left_out_and_the_rest_goes_on() -> None:
         prefill, decode = report.cells
         assert prefill.ratio("another") is not None and prefill.speed("another") == 32.0
         assert len(decode.seconds["Verbatim"]) == 6 and decode.speed("another") is None
-        assert report.remarks == ["another left off at decode, 2 x 16: no more room"]
+        assert report.remarks == ["another stopped at decode, 2 x 16: no more room"]
         assert decode.limits_s == [(1_000_000 + 2 * 16 * 100) / 1e9] * 2
         assert llm.stats()["blocks_used"] == 0 and llm.stats()["running"] == 0
 
 
-def test_the_engine_really_reads_so_many_tokens_and_is_as_before() -> None:
-    """Its pretended prompts are in the KV, and nothing of it stays."""
+def test_decode_benchmark_attends_to_full_context() -> None:
+    """The prompts are not prefilled, but decoding starts at their full length."""
     with LLM(path(), prefix_cache=False) as llm:
         seen: list[int] = []
         runner = llm.engine.runner
@@ -170,18 +169,18 @@ def test_the_engine_really_reads_so_many_tokens_and_is_as_before() -> None:
         assert len(times) == 4 and len(seen) == 6 and min(seen) >= 40
 
 
-def test_rows_that_end_before_all_are_taken_in_are_refused() -> None:
+def test_rows_too_long_for_the_model_are_rejected() -> None:
     with LLM(path(), prefix_cache=False, max_length=64, max_batch_tokens=16) as llm:
         store = llm.engine.runner.store
-        del store.copy_blocks  # which poisons: prompts that nobody computes have numbers
+        del store.copy_blocks  # no poisoned blocks, as the prompts are never computed
         for tensor in store.tensors:
             tensor.zero_()
         assert len(Ours(llm).decode(prompts(3, 30), 4)) == 4
-        with pytest.raises(InvalidRequest, match="3 rows of 54 tokens: some reach 64"):
+        with pytest.raises(InvalidRequest, match="3 rows of 54 tokens: some reach the limit of 64"):
             Ours(llm).decode(prompts(3, 54), 4)
 
 
-def test_medians_ratios_and_shares() -> None:
+def test_cell_medians_ratios_and_fractions() -> None:
     cell = Cell(4, 100, {"Verbatim": [1.0, 3.0, 2.0], "x": [4.0]}, [0.5, 1.0, 1.5])
     assert cell.speed("Verbatim") == 2.0 and cell.speed("x") == 1.0 and cell.speed("y") is None
     assert cell.ratio("x") == 2.0 and cell.fraction("Verbatim") == 0.5

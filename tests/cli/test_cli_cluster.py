@@ -1,4 +1,4 @@
-"""`verbatim cluster`, and the options that put a model in stages."""
+"""`verbatim cluster`, and the options that place a model in stages on a cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verbatim.cli import cluster as commands
 from verbatim.cli.commands import app
 from verbatim.cli.placing import CLUSTER, OFFLOAD, placement_of
 from verbatim.cli.terminal import WrongUsage
-from verbatim.placement.distributed import contact
+from verbatim.placement.distributed import ray_hosts
 from verbatim.placement.distributed.choice import Cluster
 from verbatim.placement.offload.choice import Offload
 
@@ -26,7 +26,7 @@ TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE", "RAY_ADDRESS
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user who has no token yet."""
+    """An empty home folder, without a Ray token."""
     for name in TOKENS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -35,7 +35,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """What Ray's own command is asked for; it is not run."""
+    """Collect the calls of Ray's own command, which does not run."""
     calls: list[tuple[str, ...]] = []
 
     def ray(*arguments: str) -> str:
@@ -56,32 +56,32 @@ def refused(invoked: Invoked, status: int) -> str:
     return line
 
 
-def test_start_makes_a_token_that_nobody_else_can_read(home: Path, asked: list[Any]) -> None:
-    told = run("start", "--port", "7001")
-    assert told.exit_code == 0, told.output
+def test_start_creates_private_token(home: Path, asked: list[Any]) -> None:
+    done = run("start", "--port", "7001")
+    assert done.exit_code == 0, done.output
     token = home / ".ray" / "auth_token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     assert len(token.read_text()) == 64
-    assert "verbatim cluster join 10.9.8.7:7001" in told.stdout
-    assert f"scp 10.9.8.7:{token}" in told.stdout
-    assert token.read_text() not in told.output
+    assert "verbatim cluster join 10.9.8.7:7001" in done.stdout
+    assert f"scp 10.9.8.7:{token}" in done.stdout
+    assert token.read_text() not in done.output
     assert asked[0][:3] == ("start", "--head", "--port=7001")
 
 
-def test_start_keeps_the_token_that_is_there(
+def test_start_keeps_existing_token(
     home: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = home / "mine"
     token.write_text("t" * 40)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-    told = run("start", "--", "--num-cpus=3")
-    assert told.exit_code == 0, told.output
+    done = run("start", "--", "--num-cpus=3")
+    assert done.exit_code == 0, done.output
     assert token.read_text() == "t" * 40
     assert not (home / ".ray").exists()
     assert asked[0][-1] == "--num-cpus=3"
 
 
-def test_an_address_of_another_machine_is_refused_before_ray_waits_for_it(asked: list[Any]) -> None:
+def test_start_rejects_address_of_another_machine(asked: list[Any]) -> None:
     line = refused(run("start", "--node-ip-address", "192.0.2.200"), 2)
     assert "192.0.2.200" in line
     assert "is not an address of this machine" in line
@@ -89,7 +89,7 @@ def test_an_address_of_another_machine_is_refused_before_ray_waits_for_it(asked:
     assert not asked
 
 
-def test_join_says_what_is_missing(home: Path, asked: list[Any]) -> None:
+def test_join_reports_missing_token_or_unreachable_head(home: Path, asked: list[Any]) -> None:
     assert "copy " in refused(run("join", "10.0.0.1"), 1)
     (home / ".ray").mkdir()
     (home / ".ray" / "auth_token").write_text("t" * 40)
@@ -101,12 +101,12 @@ def test_join_says_what_is_missing(home: Path, asked: list[Any]) -> None:
     assert not asked
     with socket.create_server(("127.0.0.1", 0)) as head:
         port = head.getsockname()[1]
-        told = run("join", f"127.0.0.1:{port}")
-    assert told.exit_code == 0, told.output
+        done = run("join", f"127.0.0.1:{port}")
+    assert done.exit_code == 0, done.output
     assert asked[0][:2] == ("start", f"--address=127.0.0.1:{port}")
 
 
-def test_a_cluster_without_a_token_is_not_made(
+def test_start_with_ray_auth_disabled_is_rejected(
     monkeypatch: pytest.MonkeyPatch, asked: list[Any]
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
@@ -114,7 +114,7 @@ def test_a_cluster_without_a_token_is_not_made(
     assert not asked
 
 
-def test_without_ray_every_command_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_without_ray_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "find_spec", lambda name: None)
     for arguments in (["start"], ["join", "10.0.0.1"], ["stop"], ["status"]):
         assert "pip install '.[cluster]'" in refused(run(*arguments), 1)
@@ -129,7 +129,7 @@ def test_without_ray_every_command_names_the_extra(monkeypatch: pytest.MonkeyPat
     ],
     ids=["token", "line", "silent"],
 )
-def test_why_ray_failed_is_one_line(
+def test_ray_failure_is_reported_in_one_line(
     said: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     program = tmp_path / "ray"
@@ -156,20 +156,20 @@ def test_status_shows_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     idle = {**stage, "layers": None, "pid": 42}
     machine = {"machine": "10.0.0.1", "cores": 2.0, "memory_bytes": 8e9, "reachable": False}
     clusters = {"ab12": [stage, idle, {"silent": True}]}
-    look = {"address": "10.0.0.1:6379", "machines": [machine], "clusters": clusters}
-    monkeypatch.setattr(contact, "cluster_status", lambda address: look)
-    told = run("status")
-    assert told.exit_code == 0, told.output
-    rows = [line.split() for line in told.stdout.splitlines()]
+    status = {"address": "10.0.0.1:6379", "machines": [machine], "clusters": clusters}
+    monkeypatch.setattr(ray_hosts, "cluster_status", lambda address: status)
+    done = run("status")
+    assert done.exit_code == 0, done.output
+    rows = [line.split() for line in done.stdout.splitlines()]
     shown = "0 0 to 2 10.0.0.1 41 3 MB 4 MB 12 28.4 0.42 ms 2".split()
     assert shown in rows
     assert ["idle", "10.0.0.1", "42"] in rows
     assert ["?", "does", "not", "answer"] in rows
-    assert "unreachable" in told.stdout
-    assert json.loads(run("status", "--json").stdout) == look
+    assert "unreachable" in done.stdout
+    assert json.loads(run("status", "--json").stdout) == status
 
 
-def test_nobody_at_the_address_is_said_at_once() -> None:
+def test_status_of_unreachable_address_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     line = refused(run("status", "--address", f"127.0.0.1:{port}"), 1)
@@ -177,11 +177,11 @@ def test_nobody_at_the_address_is_said_at_once() -> None:
 
 
 def every_option(**values: Any) -> dict[str, Any]:
-    """As typer hands them to a command: None where one was not given."""
+    """Option values as typer passes them to a command: None if not given."""
     return {option.name: None for option in (*OFFLOAD, *CLUSTER)} | values
 
 
-def test_the_options_make_a_cluster() -> None:
+def test_options_make_cluster_placement() -> None:
     values = {"stages": 3, "cluster": "10.0.0.1:6379", "layers": "1,2,1", "spares": 0}
     cluster = Cluster(stages=3, address="10.0.0.1:6379", layers=(1, 2, 1), spares=0)
     assert placement_of(every_option(**values)) == cluster
@@ -198,12 +198,12 @@ def test_the_options_make_a_cluster() -> None:
     ],
     ids=["stats", "layers"],
 )
-def test_options_that_make_no_sense_together(values: dict[str, Any], told: str) -> None:
+def test_invalid_cluster_options_are_usage_errors(values: dict[str, Any], told: str) -> None:
     with pytest.raises(WrongUsage, match=told):
         placement_of(every_option(**values))
 
 
-def test_a_user_without_a_home_is_one_line(
+def test_user_without_home_folder_gets_one_line_error(
     monkeypatch: pytest.MonkeyPatch, asked: list[Any]
 ) -> None:
     monkeypatch.delenv("HOME")

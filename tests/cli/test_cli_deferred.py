@@ -1,4 +1,4 @@
-"""What the commands leave unimported, and that it is there when it is used."""
+"""Imports that the commands defer: not done at startup, but available when used."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def report_of(done: subprocess.CompletedProcess[str]) -> dict:
 
 
 @pytest.mark.slow
-def test_a_model_opens_without_the_compiler_and_both_work_afterwards():
+def test_model_opens_without_heavy_imports_which_work_later():
     report = report_of(run(OPEN, USE))
     assert report.pop("imported") == []
     import verbatim
@@ -65,7 +65,7 @@ def test_a_model_opens_without_the_compiler_and_both_work_afterwards():
 
 
 @pytest.mark.slow
-def test_an_installed_torchao_is_not_imported(tmp_path):
+def test_installed_torchao_is_not_imported(tmp_path):
     package = tmp_path / "torchao" / "__init__.py"
     package.parent.mkdir()
     package.write_text("import sys\nprint('Failed to load torchao', file=sys.stderr)\n")

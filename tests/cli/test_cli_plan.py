@@ -1,4 +1,4 @@
-"""`verbatim plan`, and the options of offloading on the other commands."""
+"""`verbatim plan`, and the offloading options of the other commands."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(monkeypatch):
     return lambda *args: CliRunner().invoke(app, list(args))
 
 
-def test_a_plan_is_printed_with_its_prediction_and_its_reasons(run, folder):
+def test_plan_prints_prediction_and_reasons(run, folder):
     done = run("plan", folder, "--gpu", "1MB", "--workload", "20,10", *ROOMY)
     assert done.exit_code == 0 and done.stderr == ""
     lines = done.stdout.splitlines()
@@ -44,17 +44,17 @@ def test_a_plan_is_printed_with_its_prediction_and_its_reasons(run, folder):
     assert any(line.startswith("Of ") and "read in each step" in line for line in lines)
 
 
-def test_json_is_the_plan_the_prediction_and_the_machine(run, folder):
+def test_plan_json_has_plan_prediction_and_machine(run, folder):
     done = run("plan", folder, "--gpu", "1MB", "--cpu", "0", "--json", *ROOMY)
     found = json.loads(done.stdout)
     assert set(found) == {"plan", "prediction", "machine"}
     assert found["plan"]["memory_bytes"] <= found["plan"]["budget"] == 1_000_000
     assert sum(found["plan"]["weights"]) == pytest.approx(100, abs=0.2)
     assert found["prediction"]["tokens_per_s"] > 0
-    assert found["machine"]["read_rate"] == 1.5e9  # measured was nothing
+    assert found["machine"]["read_rate"] == 1.5e9  # the default, as nothing was measured
 
 
-def test_the_plan_is_that_of_a_model_that_is_opened(run, folder):
+def test_plan_matches_that_of_opened_model(run, folder):
     args = ("--gpu", "1MB", "--weights", "10,20,70", "--batch-size", "3", "--max-sequences", "12")
     done = run("plan", folder, "--json", "--kv-dtype", "int8", *args, *ROOMY)
     placement = Offload(gpu="1MB", weights=(10, 20, 70), batch_size=3, policy=None)
@@ -65,14 +65,12 @@ def test_the_plan_is_that_of_a_model_that_is_opened(run, folder):
     assert planned["prediction"] == json.loads(json.dumps(info["prediction"]))
 
 
-def test_no_weight_is_read_for_a_plan(run, folder, monkeypatch):
+def test_plan_reads_no_weights(run, folder, monkeypatch):
     def read(*_):
         raise AssertionError
 
     monkeypatch.setattr("verbatim.weights.files.DirectFile.read", read)
     assert run("plan", folder, "--gpu", "1MB", *ROOMY).exit_code == 0
-    measured = run("plan", folder, "--gpu", "1MB", "--max-length", "100", "--block-size", "4")
-    assert isinstance(measured.exception, AssertionError) or measured.exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -94,7 +92,7 @@ def test_no_weight_is_read_for_a_plan(run, folder, monkeypatch):
          "placement=Offload: with kv=(100.0, 0.0, 0.0), kv_memory=900000, at least "),
     ],
 )  # fmt: skip
-def test_hostile_input_is_refused_in_one_line(args, status, says, run, folder):
+def test_invalid_input_is_rejected_in_one_line(args, status, says, run, folder):
     done = run("plan", folder, *args)
     assert done.exit_code == status
     assert done.stdout == ""
@@ -102,13 +100,13 @@ def test_hostile_input_is_refused_in_one_line(args, status, says, run, folder):
     assert line.startswith(f"verbatim: {says}")
 
 
-def test_a_folder_that_is_none_is_refused(run):
+def test_missing_folder_is_rejected(run):
     done = run("plan", "/nowhere/at/all", "--gpu", "1GB")
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("verbatim: no model at '/nowhere/at/all'")
 
 
-def test_options_of_offloading_reach_the_engine(tmp_path):
+def test_offloading_options_reach_engine(tmp_path):
     class Placed(ScriptedLLM):
         def info(self):
             return {"plan_summary": "offload: so it is"}
@@ -132,17 +130,17 @@ def test_options_of_offloading_reach_the_engine(tmp_path):
     assert notes[0] == "offload: so it is"
     assert notes[-1].split() == ["tokens/s", "4", "2", "0.50"]
     given = {option.name for option in OFFLOAD} - {"no_overlap", "stats"} | {"overlap"}
-    assert given <= set(Offload.__slots__)  # names are those of Python
+    assert given <= set(Offload.__slots__)  # options have the names of the Python arguments
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench"])
-def test_statistics_without_offloading_are_wrong_usage(command):
+def test_stats_without_offloading_is_usage_error(command):
     done = run_scripted(command, *(["Hello"] if command == "generate" else []), "--stats")
     assert done.exit_code == 2
     assert done.stderr.startswith("verbatim: --stats needs an option of offloading")
 
 
-def test_an_offloaded_model_says_what_the_resident_one_says(run, folder):
+def test_offloaded_model_generates_same_text_as_resident(run, folder):
     with LLM(folder) as llm:
         params = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
         (expected,) = llm.generate("the quick", params)

@@ -1,4 +1,4 @@
-"""The commands on a real engine: a toy model in a folder, and the storyteller in the package."""
+"""The commands on a real engine: a toy model in a folder, and the storyteller model of the package."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def run(folder, monkeypatch):
-    # Without kernels the commands say so in a line of their own; what is counted here are other lines.
+    # Without kernels the commands print an additional line, but the tests count the other lines.
     monkeypatch.setattr("verbatim.kernels.available", lambda: ("generic",))
 
     def run(*args, input=b"", model=folder):
@@ -50,7 +50,7 @@ def run(folder, monkeypatch):
     return run
 
 
-def test_generate_prints_what_python_generates(run, folder):
+def test_generate_command_matches_llm_generate(run, folder):
     with LLM(str(folder)) as llm:
         params = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
         (expected,) = llm.generate("the quick", params)
@@ -61,7 +61,7 @@ def test_generate_prints_what_python_generates(run, folder):
     assert done.stderr.endswith("seed 3, finish: length\n")
 
 
-def test_the_reported_seed_gives_the_same_tokens_again(run):
+def test_reported_seed_reproduces_the_tokens(run):
     def ids(*more):
         done = run("generate", "--ids", "5 17 9", "--max-tokens", "9", "--json", *more)
         result = json.loads(done.stdout)
@@ -84,7 +84,7 @@ def test_the_reported_seed_gives_the_same_tokens_again(run):
         (["x", "--json", "--record-routing"], "record_routing: "),
     ],
 )
-def test_what_the_engine_refuses_is_one_line(run, args, says):
+def test_engine_errors_are_printed_in_one_line(run, args, says):
     done = run("generate", *args)
     assert (done.exit_code, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
@@ -92,7 +92,7 @@ def test_what_the_engine_refuses_is_one_line(run, args, says):
     assert says in line
 
 
-def test_a_kv_cache_that_can_not_be_allocated_is_one_line(run, monkeypatch):
+def test_kv_cache_allocation_failure_is_printed_in_one_line(run, monkeypatch):
     def allocate(*_, **__):
         return torch.empty(2**50)
 
@@ -105,7 +105,7 @@ def test_a_kv_cache_that_can_not_be_allocated_is_one_line(run, monkeypatch):
     )
 
 
-def test_models_that_cannot_be_opened_are_one_line(run, folder, tmp_path):
+def test_model_loading_errors_are_printed_in_one_line(run, folder, tmp_path):
     truncated = shutil.copytree(folder, tmp_path / "truncated") / "model.safetensors"
     truncated.write_bytes(truncated.read_bytes()[:-1000])
     strange = shutil.copytree(folder, tmp_path / "strange") / "config.json"
@@ -122,7 +122,7 @@ def test_models_that_cannot_be_opened_are_one_line(run, folder, tmp_path):
         assert name in line or "odd" in line.lower(), line
 
 
-def test_info_tells_the_same_as_python(run, folder):
+def test_info_command_matches_llm_info(run, folder):
     with LLM(str(folder)) as llm:
         expected = llm.info()
     shown = json.loads(run("info", "--json").stdout)
@@ -138,7 +138,7 @@ def _started(*args):
     return started([*VERBATIM, "generate", "Once upon a time", *args], env=environment, **pipes)
 
 
-def test_the_storyteller_tells_a_story_without_network():
+def test_storyteller_generates_without_network():
     with _started("--max-tokens", "60", "--seed", "0") as process:
         stdout, stderr = process.communicate()
     assert len(stdout.split()) > 10
@@ -154,16 +154,16 @@ def test_the_storyteller_tells_a_story_without_network():
     ],
     ids=["ctrl-c", "closed pipe"],
 )
-def test_ctrl_c_and_a_closed_pipe_end_a_real_run_quietly(act, status, end):
-    found = 0
-    while not found:  # else it was at its end before that
+def test_ctrl_c_and_closed_pipe_end_a_run_quietly(act, status, end):
+    returncode = 0
+    while not returncode:  # retry if the run had ended before
         with _started("--max-tokens", "900", "--ignore-eos") as process:
             assert process.stdout.read(1)
             act(process)
-            said = process.stderr.read()
-            found = process.wait()
-    assert found == status
-    assert re.fullmatch(end, said, re.DOTALL), said
+            stderr = process.stderr.read()
+            returncode = process.wait()
+    assert returncode == status
+    assert re.fullmatch(end, stderr, re.DOTALL), stderr
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_ctrl_c_and_a_closed_pipe_end_a_real_run_quietly(act, status, end):
         ("<&-", 2, "stdin is closed"),
     ],
 )
-def test_a_full_disk_and_closed_streams_are_one_line(redirection, status, message):
+def test_full_disk_and_closed_streams_print_one_line(redirection, status, message):
     prompt = "" if redirection == "<&-" else "hi"
     line = f'exec "$@" generate {prompt} --max-tokens 2 {redirection}'
     done = subprocess.run(["bash", "-c", line, "bash", *VERBATIM], capture_output=True, text=True)

@@ -20,7 +20,7 @@ IDS = [5, 17, 9]
 
 @pytest.fixture
 def run(monkeypatch):
-    # Without kernels the commands say so in a line of their own.
+    # Without kernels the commands print an additional line.
     monkeypatch.setattr("verbatim.kernels.missing", lambda: False)
 
     def run(*args, input=b""):
@@ -36,24 +36,24 @@ def expected():
         return llm.score([ids, IDS]), ids
 
 
-def test_json_has_the_bits_that_python_scores(run, expected, tmp_path):
+def test_json_logprobs_are_bit_identical_to_llm_score(run, expected, tmp_path):
     (of_text, of_ids), ids = expected
     file = tmp_path / "text.txt"
     file.write_text(TEXT + "\n")
     done = run(TEXT, "--file", str(file), "--ids", "5 17 9", "--json")
     assert done.exit_code == 0
-    said, read, given = map(json.loads, done.stdout.splitlines())
-    assert said["logprobs"] == read["logprobs"] == of_text
-    assert said["ids"] == ids
-    assert "".join(said["tokens"]) == TEXT
-    assert given["logprobs"] == of_ids
-    assert given["text"] is None
+    from_text, from_file, from_ids = map(json.loads, done.stdout.splitlines())
+    assert from_text["logprobs"] == from_file["logprobs"] == of_text
+    assert from_text["ids"] == ids
+    assert "".join(from_text["tokens"]) == TEXT
+    assert from_ids["logprobs"] == of_ids
+    assert from_ids["text"] is None
     known = of_text[1:]
-    assert said["num_scored"] == len(known)
-    assert said["perplexity"] == math.exp(-math.fsum(known) / len(known))
+    assert from_text["num_scored"] == len(known)
+    assert from_text["perplexity"] == math.exp(-math.fsum(known) / len(known))
 
 
-def test_a_text_is_a_table_of_its_tokens_and_a_line(run, expected):
+def test_default_output_is_a_token_table_and_summary(run, expected):
     (logprobs, _), ids = expected
     done = run(input=TEXT.encode() + b"\n")
     head, *rows, last = done.stdout.splitlines()
@@ -84,7 +84,7 @@ def test_a_text_is_a_table_of_its_tokens_and_a_line(run, expected):
         pytest.param(["--ids", "5 99999"], 1, "99999", id="no-such-id"),
     ],
 )
-def test_what_makes_no_sense_is_one_line(run, args, status, said):
+def test_usage_and_input_errors_are_printed_in_one_line(run, args, status, said):
     done = run(*args)
     assert done.exit_code == status
     assert said in done.stderr
@@ -92,7 +92,7 @@ def test_what_makes_no_sense_is_one_line(run, args, status, said):
     assert done.stdout == ""
 
 
-def test_the_shell_completes_commands_and_options_without_torch():
+def test_shell_completion_does_not_import_torch():
     script = """
 import sys
 from verbatim.cli import main
@@ -112,8 +112,8 @@ main()
         done = subprocess.run(
             [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
         )
-        *found, torch_was_there = done.stdout.split()
-        assert torch_was_there == "False"
+        *found, torch_imported = done.stdout.split()
+        assert torch_imported == "False"
         return found
 
     assert complete("ver") == ["verify"]

@@ -1,4 +1,4 @@
-"""`verbatim serve`: its settings, and what it refuses."""
+"""`verbatim serve`: settings and startup errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verbatim.cli.serve import KEYS, _settings
 from verbatim.cli.terminal import WrongUsage
 
 
-def test_keys_come_from_the_environment_and_a_file(
+def test_api_keys_come_from_environment_and_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "keys"
@@ -52,11 +52,11 @@ def taken() -> Any:
         (["/no/such/model"], 1, "/no/such/model"),
     ],
 )
-def test_what_can_not_be_served_is_one_line_and_a_status(
+def test_startup_errors_are_one_line_with_exit_status(
     taken: str, monkeypatch: pytest.MonkeyPatch, args: list[str], status: int, said: str
 ) -> None:
     monkeypatch.delenv(KEYS, raising=False)
-    monkeypatch.setattr(logging, "raiseExceptions", True)  # put back afterwards
+    monkeypatch.setattr(logging, "raiseExceptions", True)  # restored afterwards
     monkeypatch.setattr("verbatim.kernels.missing", lambda: False)
     done = CliRunner().invoke(app, ["serve", *(arg.replace("TAKEN", taken) for arg in args)])
     assert (done.exit_code, done.stdout) == (status, "")

@@ -1,4 +1,4 @@
-"""Signals, closed streams and full disks, at any moment of the command's life."""
+"""Signals, closed streams and full disks at any time while the command runs."""
 
 from __future__ import annotations
 
@@ -36,39 +36,39 @@ def signalled(command, delay_s, number=signal.SIGINT):
 
 def check_interrupted(command, delay_s):
     status, lines = signalled(command, delay_s)
-    where = command, delay_s, status, lines
-    if status != 130:  # it had ended, or serves, which ends in order
-        assert status == {"serve": 0, "usage": 2}.get(command, 0), where
-        assert not any("Traceback" in line for line in lines), where
+    context = command, delay_s, status, lines
+    if status != 130:  # it had ended, or is a server, which shuts down
+        assert status == {"serve": 0, "usage": 2}.get(command, 0), context
+        assert not any("Traceback" in line for line in lines), context
         return
-    if command == "usage" and lines:  # all of it, or what Ctrl-C left of it
+    if command == "usage" and lines:  # the usage message, complete or cut by Ctrl-C
         lines = lines[-1:]
-    if len(lines) > 1 and "finish: length" in lines[0]:  # it had generated, and was about to end
+    if len(lines) > 1 and "finish: length" in lines[0]:  # it had generated and was exiting
         lines = lines[1:]
-    assert len(lines) <= 1, where
-    assert not lines or lines[0].endswith("interrupted"), where
+    assert len(lines) <= 1, context
+    assert not lines or lines[0].endswith("interrupted"), context
 
 
 @pytest.mark.parametrize(
     ("command", "delay_s"),
     [("help", 0), ("help", 0.03), ("usage", 0.06), ("generate", 0.2), ("info", 0.7)],
 )
-def test_ctrl_c_during_the_start_is_one_line(command, delay_s):
+def test_ctrl_c_during_startup_prints_one_line(command, delay_s):
     check_interrupted(command, delay_s)
 
 
-# What a library may make of the exception that Ctrl-C raises.
+# What libraries may do with the exception that Ctrl-C raises.
 TURNED = {
     "another error": "raise RuntimeError from error",
     "a status": "sys.exit(1)",
     "said by the command": "print('verbatim: interrupted', file=sys.stderr); sys.exit(130)",
-    "swallowed before the model is open": "interrupts.opened(); sys.exit(0)",
+    "swallowed before the model is open": "interrupts.restore_default(); sys.exit(0)",
     "ignored in a destructor": "A.__del__ = lambda self: throw(error); A()",
 }
 
 
 @pytest.mark.parametrize("turned", TURNED)
-def test_ctrl_c_that_turns_into_something_else_is_one_line(turned):
+def test_ctrl_c_swallowed_or_converted_by_libraries_prints_one_line(turned):
     code = f"""
 import signal, sys
 from verbatim.cli import commands, interrupts, main
@@ -86,7 +86,7 @@ main()"""
     assert (done.returncode, done.stderr) == (130, "verbatim: interrupted\n")
 
 
-def test_a_second_ctrl_c_does_not_interrupt_the_end():
+def test_second_ctrl_c_does_not_interrupt_shutdown():
     code = """
 import signal
 from verbatim.cli import commands, interrupts, main
@@ -97,14 +97,14 @@ main()"""
     assert (done.returncode, done.stderr) == (130, "verbatim: interrupted\n")
 
 
-def test_ctrl_c_in_a_destructor_after_the_model_is_open_interrupts_what_follows():
+def test_ctrl_c_in_destructor_interrupts_the_following_code():
     code = """
 import signal, time
 from verbatim.cli import commands, interrupts, main
 class A:
     def __del__(self): signal.raise_signal(signal.SIGINT)
 def app(prog_name):
-    interrupts.opened()
+    interrupts.restore_default()
     try:
         A()
         time.sleep(3600)
@@ -119,18 +119,18 @@ main()"""
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
-def test_ctrl_c_at_any_time_is_one_line(command):
+def test_ctrl_c_at_any_time_prints_one_line(command):
     end, step = (0.25, 0.02) if command in ("help", "usage") else (3.5, 0.25)
     for i in range(round(end / step)):
         check_interrupted(command, i * step + random.random() * step)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
-def test_other_signals_end_the_start_without_a_word(number):
+def test_other_signals_during_startup_print_nothing(number):
     assert signalled("generate", 0.1, number) == (-number, [])
 
 
-def test_ctrl_c_is_handled_before_anything_large_is_imported():
+def test_importing_cli_package_imports_no_large_modules():
     code = "import sys; import verbatim.cli; print({'typing', 're', 'typer'} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-P", "-S", "-c", f"sys = __import__('sys'); sys.path[:] = {sys.path}\n{code}"],
@@ -147,7 +147,7 @@ def test_ctrl_c_is_handled_before_anything_large_is_imported():
     ],
     ids=["verbatim", "kempnerforge"],
 )
-def test_an_entry_point_handles_ctrl_c_before_its_imports(start):
+def test_entry_point_handles_ctrl_c_before_its_imports(start):
     code = (
         "import sys; from verbatim.cli import interrupts\n"
         f"interrupts.handle = lambda: sys.exit('typer' in sys.modules)\n{start}"
@@ -155,7 +155,7 @@ def test_an_entry_point_handles_ctrl_c_before_its_imports(start):
     assert subprocess.run([sys.executable, "-P", "-c", code]).returncode == 0
 
 
-def test_ctrl_c_that_is_ignored_stays_ignored():
+def test_ignored_sigint_stays_ignored():
     code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + FROM_THE_DOT
     code = code.replace("main()\n", "os.kill(os.getpid(), signal.SIGINT); main()\n")
     done = subprocess.run(
@@ -165,18 +165,18 @@ def test_ctrl_c_that_is_ignored_stays_ignored():
 
 
 def shell(line):
-    """Run a line of the shell in which "$@" is the command."""
+    """Run a shell command line in which "$@" is `verbatim`."""
     return subprocess.run(["bash", "-c", line, "bash", *VERBATIM], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("args", ["--help", "--version"])
-def test_a_help_that_nobody_reads_has_the_status_of_a_closed_pipe(args):
+def test_help_into_closed_pipe_exits_with_141(args):
     done = shell(f'"$@" {args} | true; exit ${{PIPESTATUS[0]}}')
     assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("args", ["--help", "--version"])
-def test_a_help_on_a_full_disk_is_one_line(args):
+def test_help_on_full_disk_prints_one_line(args):
     done = shell(f'"$@" {args} > /dev/full')
     assert done.returncode == 1
     assert done.stderr == "verbatim: can't write to stdout: No space left on device\n"
@@ -184,13 +184,13 @@ def test_a_help_on_a_full_disk_is_one_line(args):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
-def test_text_does_not_depend_on_stderr(redirection):
+def test_generated_text_does_not_depend_on_stderr(redirection):
     done = shell(f'"$@" generate hi --max-tokens 2 --seed 3 {redirection}')
     assert done.returncode == 0
     assert done.stdout == shell('"$@" generate hi --max-tokens 2 --seed 3').stdout
 
 
-def test_no_file_is_opened_in_the_place_of_a_closed_stream(tmp_path):
+def test_opened_files_do_not_reuse_closed_standard_descriptors(tmp_path):
     code = (
         "import os\nfrom verbatim.cli import commands, main\n"
         f"commands.run = lambda: os.open({str(tmp_path / 'x')!r}, os.O_CREAT | os.O_WRONLY)\nmain()"

@@ -1,4 +1,4 @@
-"""The command on a terminal: how it leaves it, whatever ends or stops it."""
+"""The command on a terminal, whose state is restored however the command ends or stops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from support.programs import environment, state_of, until
 
-# The commands on the scripted engine, whose answers take as long as a test needs.
+# The commands on a scripted engine that generates as long as a test needs.
 SCRIPT = """
 import sys, time
 import verbatim
@@ -51,7 +51,7 @@ class Terminal:
         )
 
     def until(self, text):
-        """Read the output until it has a text after what was awaited before."""
+        """Read the output until a text appears after the text that the last call waited for."""
         self._read_until(lambda: text in self.output[self._seen :])
         self._seen = self.output.index(text, self._seen) + len(text)
 
@@ -71,7 +71,7 @@ class Terminal:
         )
 
     def ended(self):
-        """Return the exit status; the terminal must be as it was, with the cursor at a line's start."""
+        """Return the exit status. The terminal's state must be restored and its cursor shown."""
         self._read_until(lambda: self.process.poll() is not None)
         self._read()
         assert termios.tcgetattr(self.fd) == self.found
@@ -111,7 +111,7 @@ def terminal(monkeypatch):
         each.close()
 
 
-def test_ctrl_c_ends_an_answer_on_a_line_of_its_own(terminal):
+def test_ctrl_c_message_is_on_a_line_of_its_own(terminal):
     started = terminal("generate", "Hello")
     started.until(b"Once ")
     started.press(b"\x03")
@@ -120,8 +120,8 @@ def test_ctrl_c_ends_an_answer_on_a_line_of_its_own(terminal):
 
 
 @pytest.mark.slow
-def test_chat_at_the_prompt_and_in_an_answer(terminal, monkeypatch):
-    monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")  # as where the locale is not C
+def test_chat_handles_ctrl_c_resize_and_invalid_utf8(terminal, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")  # as in locales other than C
     started = terminal("chat")
     started.until(b"> ")
     started.until_raw()
@@ -145,7 +145,7 @@ def test_chat_at_the_prompt_and_in_an_answer(terminal, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_at_the_prompt_leaves_the_terminal_as_it_was(terminal, number):
+def test_signal_at_chat_prompt_restores_the_terminal(terminal, number):
     started = terminal("chat")
     started.until(b"> ")
     started.until_raw()
@@ -153,8 +153,8 @@ def test_a_signal_at_the_prompt_leaves_the_terminal_as_it_was(terminal, number):
     assert started.ended() == -number
 
 
-def test_a_stopped_chat_gives_the_terminal_back_and_goes_on(terminal):
-    # The shell: it waits for the stop, and continues the command, which has the terminal.
+def test_stopped_chat_restores_the_terminal_and_continues(terminal):
+    # A shell that waits until its foreground command stops, and then continues it in the foreground.
     shell = f"""
 import os, signal, sys
 pid = os.fork()
@@ -207,9 +207,7 @@ with _shown(["again"]):
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)]
 )
-def test_a_signal_during_a_progress_display_shows_the_cursor_again(
-    terminal, tmp_path, number, status
-):
+def test_signal_during_progress_display_shows_the_cursor_again(terminal, tmp_path, number, status):
     (tmp_path / "slow_import.py").write_text(
         "import os, time; os.write(2, b'begun'); time.sleep(3600)"
     )

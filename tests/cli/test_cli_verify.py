@@ -1,4 +1,4 @@
-"""`verbatim verify`: all rows equal where the promise holds, and the right ones named where it doesn't."""
+"""`verbatim verify`: finds all schedules bit-identical, or names those that are not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verbatim.errors import InvalidRequest
 from verbatim.kv.store import KVStore
 from verbatim.verify import NAMES, verify
 from verbatim.verify.report import Row
-from verbatim.verify.requests import make_requests
+from verbatim.verify.schedules import make_requests
 
 IN_MEMORY = [name for name in NAMES if name not in ("offloaded", "two-stages")]
 
@@ -34,13 +34,13 @@ def statuses(report):
     return {row.name: row.status for row in report.rows}
 
 
-def test_every_schedule_of_the_storyteller_gives_the_same_bits():
-    told, names = [], [name for name in NAMES if name != "two-stages"]
-    report = verify(only=names, tokens=8, on_row=told.append)
+def test_every_schedule_of_the_storyteller_is_bit_identical():
+    reported, names = [], [name for name in NAMES if name != "two-stages"]
+    report = verify(only=names, tokens=8, on_row=reported.append)
     assert report.ok
     assert report.verdict() == "bit-identical in all 12 schedules"
     assert statuses(report) == {"alone": "reference"} | dict.fromkeys(names, "equal")
-    assert told == list(report.rows)
+    assert reported == list(report.rows)
     rows = {row.name: row for row in report.rows}
     alone = rows.pop("alone")
     for row in rows.values():
@@ -50,7 +50,7 @@ def test_every_schedule_of_the_storyteller_gives_the_same_bits():
         assert row.largest_difference == 0.0
         assert row.num_tokens >= alone.num_tokens // 4
         assert row.num_logprobs > row.num_tokens
-    # A request alone has two samples or three beams at most; a batch has everybody.
+    # A single request has at most two samples or three beams; a batch has all requests.
     assert alone.sequences_at_once == 3
     assert rows["batched"].sequences_at_once > 10
     assert rows["batched"].forwards < alone.forwards / 5
@@ -58,13 +58,13 @@ def test_every_schedule_of_the_storyteller_gives_the_same_bits():
     assert rows["chunked"].forwards > 2 * rows["batched"].forwards
 
 
-def test_two_stages_give_the_same_bits():
+def test_two_stages_are_bit_identical():
     report = verify(only=["two-stages"], tokens=6, cluster=Cluster(stages=2, hosts=ThreadHosts()))
     assert report.verdict() == "bit-identical in the schedule"
     assert report.rows[1].note == "layers 0 to 2 and 3 to 4"
 
 
-def test_requests_take_an_adapter_in_turn(toy, tmp_path):
+def test_every_other_request_uses_the_adapter(toy, tmp_path):
     folder = save_adapter(tmp_path / "a", make_toy("llama"))
     entry = ["--adapter", f"a={folder}", "--only", "batched", "--only", "evicted", "--json"]
     done = CliRunner().invoke(app, ["verify", str(toy), *entry])
@@ -77,7 +77,7 @@ def test_requests_take_an_adapter_in_turn(toy, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
-def test_every_schedule_of_the_command_gives_the_same_bits():
+def test_verify_command_is_bit_identical_in_every_schedule():
     done = CliRunner().invoke(app, ["verify"])
     assert done.exit_code == 0
     *_, last = done.stdout.splitlines()
@@ -85,7 +85,7 @@ def test_every_schedule_of_the_command_gives_the_same_bits():
 
 
 def broken(monkeypatch, is_wrong):
-    """Attention that gets one row slightly wrong, in some batches."""
+    """Make attention slightly wrong in one row of some batches."""
     plain = KVStore.attend
 
     def attend(self, layer, q, batch, options):
@@ -124,13 +124,13 @@ BATCHED = {"batched", "reordered", "prefix-hit", "streamed", "threads", "evicted
         pytest.param(a_later_chunk, {"chunked", "prefix-hit", "drafted"}, id="in-chunks"),
     ],
 )
-def test_a_broken_attention_is_found_in_the_rows_that_it_breaks(toy, monkeypatch, is_wrong, rows):
+def test_broken_attention_is_found_in_the_affected_schedules(toy, monkeypatch, is_wrong, rows):
     broken(monkeypatch, is_wrong)
     only = [*BATCHED, "again", "chunked"]
     report = verify(toy, fused=False, only=only, num_threads=2, tokens=8)
     assert not report.ok
     found = {row.name for row in report.of("differs")}
-    assert rows <= found <= rows | {"evicted"}  # what is evicted comes back in a chunk
+    assert rows <= found <= rows | {"evicted"}  # evicted sequences are recomputed in a chunk
     assert "again" not in found
     for row in report.of("differs"):
         assert row.first_difference
@@ -141,10 +141,10 @@ def test_a_broken_attention_is_found_in_the_rows_that_it_breaks(toy, monkeypatch
         assert name in report.verdict()
 
 
-def test_the_command_tells_which_rows_broke(monkeypatch, tmp_path):
+def test_command_reports_which_schedules_differ(monkeypatch, tmp_path):
     monkeypatch.setattr("verbatim.kernels.missing", lambda: False)
     broken(monkeypatch, many_sequences)
-    model = tmp_path / "[b] model"  # which is no markup
+    model = tmp_path / "[b] model"  # must not be read as markup
     model.symlink_to(storyteller.path())
     args = ["verify", str(model), *"--no-fused --only again --only batched --tokens 8".split()]
     done = CliRunner().invoke(app, args)
@@ -169,7 +169,7 @@ def test_the_command_tells_which_rows_broke(monkeypatch, tmp_path):
     assert report["rows"][2]["sequences_at_once"] > 3
 
 
-def test_a_schedule_that_fails_is_told_and_the_others_run(toy, monkeypatch):
+def test_failed_schedule_is_reported_and_the_others_run(toy, monkeypatch):
     def attend(self, *args, _plain=KVStore.attend):
         if len(args[2].context_lens) > 3:
             raise ValueError("no such batch")
@@ -182,7 +182,7 @@ def test_a_schedule_that_fails_is_told_and_the_others_run(toy, monkeypatch):
     assert not report.ok
 
 
-def test_a_batch_that_runs_one_by_one_proves_nothing(toy, monkeypatch):
+def test_batched_schedule_without_batching_counts_as_not_run(toy, monkeypatch):
     plain = LLM
     monkeypatch.setattr(
         "verbatim.verify.schedules.LLM", lambda *args, **kw: plain(*args, max_sequences=3, **kw)
@@ -195,7 +195,7 @@ def test_a_batch_that_runs_one_by_one_proves_nothing(toy, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
-def test_a_live_module_says_what_it_can_not_do(name):
+def test_live_module_reports_schedules_it_cannot_run(name):
     module = make_toy(name)
     report = verify(module, tokens=6, dtype="auto")
     found = statuses(report)
@@ -209,12 +209,12 @@ def test_a_live_module_says_what_it_can_not_do(name):
     assert report.ok
 
 
-def test_short_models_get_short_requests():
+def test_requests_fit_models_with_short_max_length():
     with LLM(make_toy("llama", max_position_embeddings=9)) as llm:
-        asked = make_requests(llm, 16, 0)
-        assert all(len(a.prompt) >= 1 and a.num_tokens <= 9 for a in asked)
-        assert make_requests(llm, 16, 0) == asked
-        assert make_requests(llm, 16, 1) != asked
+        requests = make_requests(llm, 16, 0)
+        assert all(len(a.prompt) >= 1 and a.num_tokens <= 9 for a in requests)
+        assert make_requests(llm, 16, 0) == requests
+        assert make_requests(llm, 16, 1) != requests
     module = make_toy("llama", max_position_embeddings=9)
     assert verify(module, only=["batched", "streamed"]).ok
 
@@ -229,7 +229,7 @@ def test_short_models_get_short_requests():
         pytest.param(dict(num_threads=0), "num_threads=0", id="threads"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused(settings, said):
+def test_invalid_settings_are_rejected(settings, said):
     with pytest.raises(InvalidRequest, match=said):
         verify(make_toy("llama"), **settings)
 
@@ -251,17 +251,17 @@ def compared(expected, found, *run):
     return row
 
 
-def test_equal_results_are_equal_and_counted(result):
+def test_equal_results_compare_equal_and_are_counted(result):
     nan = altered(result, logprobs=[math.nan] * 5)
     for each in (result, nan):
         row = compared(each, each)
         assert (row.ids_equal, row.logprobs_equal, row.differing) == (True, True, ())
         assert row.num_tokens == 5
-    # Both log-probs and the top two of each token; of the prompt two log-probs with the top of each.
+    # Per token: two log-probs and the top two. Per prompt token but the first: its log-prob and the top one.
     assert row.num_logprobs == 5 * 4 + 2 * 2
 
 
-def test_one_bit_is_a_difference(result):
+def test_difference_of_one_bit_is_found(result):
     logprobs = list(result.outputs[0].logprobs)
     logprobs[2] = math.nextafter(logprobs[2], 0)
     row = compared(result, altered(result, logprobs=logprobs), "once")
@@ -272,7 +272,7 @@ def test_one_bit_is_a_difference(result):
     assert not compared(*zeros).logprobs_equal
 
 
-def test_behind_another_token_no_difference_is_measured(result):
+def test_logprobs_after_a_different_token_are_not_compared(result):
     ids, logprobs = list(result.outputs[0].token_ids), list(result.outputs[0].logprobs)
     ids[3] += 1
     logprobs[1] += 0.25

@@ -1,4 +1,4 @@
-"""Every command line of docs/commands.md runs, in a folder that has the models and files it names."""
+"""Every command line of docs/commands.md runs, in a folder with the models and files that it names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REQUEST = {
     "url": "/v1/completions",
     "body": {"prompt": "The fox", "max_tokens": 4},
 }
-# What a line needs that is not here.
+# Lines that do not run here, and why.
 NOT_RUN = {
     "cluster start": "Ray on several machines",
     "cluster join": "Ray on several machines",
@@ -43,7 +43,7 @@ def lines() -> list[str]:
 
 
 def run(line: str) -> Result:
-    """Run a line of the shell: `verbatim ...`, with a comment behind it or an echo in front."""
+    """Run a shell line: `verbatim ...`, optionally with a trailing comment or an echo piped into it."""
     text, _, command = line.rpartition(" | ")
     name, *arguments = shlex.split(command, comments=True)
     assert name == "verbatim"
@@ -64,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_lines_that_are_not_run_are_on_the_page() -> None:
+def test_excluded_lines_are_on_the_page() -> None:
     for part in NOT_RUN:
         assert any(part in line for line in lines()), part
     assert sum(not any(part in line for part in NOT_RUN) for line in lines()) > 15
@@ -74,7 +74,7 @@ def test_the_lines_that_are_not_run_are_on_the_page() -> None:
 @pytest.mark.parametrize(
     "line", [line for line in lines() if not any(part in line for part in NOT_RUN)]
 )
-def test_a_line_of_the_page_runs(line: str, folder: Path) -> None:
+def test_command_line_of_docs_page_runs(line: str, folder: Path) -> None:
     if "--plot" in line:
         pytest.importorskip("matplotlib")
     done = run(line)

@@ -1,4 +1,4 @@
-"""The Coati door: its documented calls, and what the original gets wrong done right."""
+"""The Coati API: its documented calls, and regression tests for defects of the original."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ from verbatim import (
     SamplingParams,
     UnsupportedModel,
 )
+from verbatim.api.opening import open_runner
 from verbatim.compat.coati import (
     _is_sequence_finished,
     _prepare_logits_processor,
@@ -50,7 +51,6 @@ from verbatim.compat.coati import (
     prepare_inputs_fn,
     update_model_kwargs_fn,
 )
-from verbatim.opening import open_runner
 from verbatim.placement.actor import ActorDecoder
 from verbatim.placement.callbacks import CallbackDecoder
 from verbatim.placement.external import Piece, RowsRunner
@@ -103,7 +103,7 @@ def group(tmp_path_factory):
 
 
 class DictActor(nn.Module):
-    """Coati's kind: holds a model, returns a dict."""
+    """An actor as in Coati: wraps a model and returns a dict."""
 
     def __init__(self, model):
         super().__init__()
@@ -115,7 +115,7 @@ class DictActor(nn.Module):
 
 
 class LeastLikely(DictActor):
-    """Its outer forward does something of its own, and it says nothing of its vocabulary."""
+    """Its outer forward negates the logits; it has no config, so its vocabulary size is unknown."""
 
     def forward(self, input_ids):
         return SimpleNamespace(logits=-self.model(input_ids).logits)
@@ -129,7 +129,7 @@ def greedy(model, ids=IDS, tok=ENDLESS, length=P + 10, **kwargs):
 
 
 def by_hand(forward, row, count):
-    """Greedy tokens of one row, by a loop over whole forwards."""
+    """Return greedy tokens of one row, from full forwards without a cache."""
     ids = list(row)
     with torch.no_grad():
         for _ in range(count):
@@ -145,10 +145,10 @@ def new(out):
     return out[:, P:].tolist()
 
 
-# ---- five tests of a sceptical user
+# ---- documented calls
 
 
-def test_the_functions_below_take_ids_in_place_of_a_tokenizer(model):
+def test_sample_and_sample_streaming_accept_token_ids_instead_of_tokenizer(model):
     ids, given = padded([[5, 6, 7], [8]]), dict(top_k=20, temperature=0.7, seed=3, max_new_tokens=6)
     expected = generate(model, ids, tokenizer(), 30, stop_token_ids=[[9]], **given)
     ends = dict(eos_token_id=EOS, pad_token_id=PAD, stop_token_ids=[[9]])
@@ -158,7 +158,7 @@ def test_the_functions_below_take_ids_in_place_of_a_tokenizer(model):
     assert torch.equal(last, streamed) and last.shape == (2, 9)
 
 
-def test_greedy_leaves_torchs_generator_alone_and_a_seed_as_well(model):
+def test_greedy_and_seeded_calls_leave_torch_rng_state_unchanged(model):
     before = torch.get_rng_state()
     greedy(model)
     generate(model, IDS, TOK, P + 3, seed=5)
@@ -167,7 +167,7 @@ def test_greedy_leaves_torchs_generator_alone_and_a_seed_as_well(model):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_recording_hook_sees_every_step_and_changes_nothing(model):
+def test_prepare_inputs_hook_sees_every_step_and_changes_no_token(model):
     widths, masks, pasts = [], [], []
 
     def record(input_ids, past=None, **model_kwargs):
@@ -185,7 +185,7 @@ def test_a_recording_hook_sees_every_step_and_changes_nothing(model):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
-def test_an_actor_that_returns_a_dict_gives_the_bare_models_tokens(name):
+def test_actor_returning_dict_generates_same_tokens_as_its_model(name):
     model = make_toy(name)
     actor = DictActor(model)
     assert torch.equal(greedy(actor), greedy(model))
@@ -193,7 +193,7 @@ def test_an_actor_that_returns_a_dict_gives_the_bare_models_tokens(name):
     assert torch.equal(*sampled)
 
 
-def test_a_lora_wrapped_model_gives_the_merged_ones_tokens(model):
+def test_peft_lora_model_generates_same_tokens_as_merged_model(model):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     with warnings.catch_warnings(), torch.random.fork_rng():
@@ -209,13 +209,13 @@ def test_a_lora_wrapped_model_gives_the_merged_ones_tokens(model):
 
 
 def end_at(model, step, row=1):
-    """A tokenizer whose end of sequence is what greedy row `row` says first as its token number `step`."""
+    """Return a tokenizer whose EOS is token number `step` of a greedy row, and no earlier token of it."""
     tokens = new(greedy(model))[row]
     assert tokens[step - 1] not in tokens[: step - 1]
     return tokenizer(eos=tokens[step - 1])
 
 
-def test_without_early_stopping_rows_are_padded_to_the_full_length_and_streamed_as_far(model):
+def test_without_early_stopping_rows_and_streams_are_padded_to_max_length(model):
     tok = end_at(model, 3)
     row = IDS[1:2]
     out = greedy(model, row, tok, P + 9, early_stopping=False)
@@ -226,7 +226,7 @@ def test_without_early_stopping_rows_are_padded_to_the_full_length_and_streamed_
     assert greedy(model, row, tok, P + 9).shape == (1, P + 3)
 
 
-def test_logits_processors_come_in_order_and_those_that_are_off_not_at_all():
+def test_logits_processors_are_ordered_and_disabled_ones_are_omitted():
     found = _prepare_logits_processor(50, 0.95, 0.7)
     assert [type(p) for p in found] == [TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper]
     assert (found[0].temperature, found[1].top_k, found[2].top_p) == (0.7, 50, 0.95)
@@ -237,23 +237,24 @@ def test_logits_processors_come_in_order_and_those_that_are_off_not_at_all():
         _prepare_logits_processor(top_p=1.5)
 
 
-# ---- stops, ends, pads
+# ---- stop sequences, EOS, padding
 
 
 def stops_of(model):
-    """Two sequences of ids that rows 0 and 1 come by, the first of two ids, the second of one."""
+    """Return two stop sequences: two ids that greedy row 0 generates, and one id of row 1."""
     rows = new(greedy(model))
     return [rows[0][3:5], rows[1][6:7]]
 
 
 def cut(row, stops):
+    """Return a row of new ids up to and including its first stop sequence."""
     for end in range(1, len(row) + 1):
         if any(len(s) <= end and row[end - len(s) : end] == s for s in stops):
             return row[:end]
     return row
 
 
-def test_stop_sequences_end_rows_streamed_and_not(model):
+def test_stop_sequences_end_rows_with_and_without_streaming(model):
     two, one = stops_of(model)
     free = new(greedy(model))
     for given, meant in [
@@ -285,7 +286,7 @@ def test_stop_sequences_end_rows_streamed_and_not(model):
     assert len(cut(free[0], [two])) < 10 and len(cut(free[1], [one])) < 10
 
 
-def test_what_fills_a_row_after_its_end(model):
+def test_finished_rows_are_filled_with_resolved_pad_token_id(model):
     free = new(greedy(model))
     stop = {"stop_token_ids": [free[0][:2]], "early_stopping": False}
     for tok, kwargs, pad in [
@@ -295,34 +296,34 @@ def test_what_fills_a_row_after_its_end(model):
         (tokenizer(eos=None, pad=None), {"attention_mask": (IDS != PAD).long()}, 0),
         (tokenizer(eos=None, pad=0), {"attention_mask": IDS != PAD, "pad_token_id": 9}, 9),
     ]:
-        for runs in (model, DictActor(model)):
-            row = new(greedy(runs, tok=tok, **stop, **kwargs))[0]
+        for target in (model, DictActor(model)):
+            row = new(greedy(target, tok=tok, **stop, **kwargs))[0]
             assert row[:2] == free[0][:2] and row[2:] == [pad] * 8
 
 
-def test_without_a_pad_of_the_tokenizer_every_id_is_a_token(model):
+def test_no_id_is_masked_as_padding_when_tokenizer_has_no_pad_token(model):
     row = [PAD, PAD, 7, 9]
     tokens = greedy(model, torch.tensor([row]), tokenizer(None, None), 10)[0, 4:].tolist()
     assert tokens == by_hand(own_logits(model), row, 6)
 
 
-def test_left_padding_leaves_gpt2_its_tokens_under_a_hook_without_positions(gpt2):
+def test_left_padding_keeps_gpt2_tokens_when_hook_omits_position_ids(gpt2):
     expected = [by_hand(own_logits(gpt2), row, 10) for row in ROWS]
-    for runs in (gpt2, DictActor(gpt2)):
-        assert new(greedy(runs, prepare_inputs_fn=plain_inputs)) == expected
+    for target in (gpt2, DictActor(gpt2)):
+        assert new(greedy(target, prepare_inputs_fn=plain_inputs)) == expected
 
 
 # ---- lengths
 
 
-def test_a_prompt_over_max_length_is_refused_with_both_numbers(model):
+def test_prompt_over_max_length_raises_prompt_too_long(model):
     for call in (generate, generate_streaming):
-        with pytest.raises(PromptTooLong, match=rf"{P} tokens wide, and max_length={P - 1}"):
+        with pytest.raises(PromptTooLong, match=rf"{P} tokens wide, but max_length={P - 1}"):
             call(model, IDS, TOK, P - 1)
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"max_new_tokens": 0}])
-def test_a_prompt_that_fills_the_length_comes_back_and_nothing_runs(llm, kwargs):
+def test_call_without_room_for_new_tokens_returns_prompt_without_forward(llm, kwargs):
     length, before = P + 5 if kwargs else P, llm.stats()["forwards"]
     out = generate(llm, IDS, TOK, length, **kwargs)
     assert torch.equal(out, IDS) and out is not IDS
@@ -331,27 +332,27 @@ def test_a_prompt_that_fills_the_length_comes_back_and_nothing_runs(llm, kwargs)
     assert llm.stats()["forwards"] == before
 
 
-def test_the_smaller_of_both_lengths_holds(model):
+def test_smaller_of_max_length_and_max_new_tokens_applies(model):
     assert greedy(model, length=P + 10, max_new_tokens=4).shape[1] == P + 4
     assert greedy(model, length=P + 3, max_new_tokens=50).shape[1] == P + 3
 
 
-def test_a_length_above_the_models_limit_is_clamped_with_a_warning(model, llm):
-    for runs in (model, llm, DictActor(model)):
+def test_max_length_above_model_limit_is_clamped_with_warning(model, llm):
+    for target in (model, llm, DictActor(model)):
         for pick in (
             generate,
             lambda *args, **kwargs: list(generate_streaming(*args, **kwargs))[-1],
         ):
             with pytest.warns(UserWarning, match=r"the model's limit is 256 .*most 6 are"):
-                out = pick(runs, LONG, ENDLESS, 2048, do_sample=False, stream_interval=6)
-            assert torch.equal(out, greedy(runs, LONG, length=256))
+                out = pick(target, LONG, ENDLESS, 2048, do_sample=False, stream_interval=6)
+            assert torch.equal(out, greedy(target, LONG, length=256))
         with pytest.raises(PromptTooLong, match="256"):
-            generate(runs, torch.full((1, 257), 5), TOK, 2048)
+            generate(target, torch.full((1, 257), 5), TOK, 2048)
     with pytest.raises(PromptTooLong, match="1048576"):
         generate(lambda input_ids: None, IDS, TOK, 2**21)
 
 
-def test_a_stream_has_the_documented_lengths(model):
+def test_stream_yields_documented_lengths(model):
     for count, interval, lengths in [
         (7, 2, [1, 3, 5, 7]),
         (6, 2, [1, 3, 5, 6]),
@@ -371,7 +372,7 @@ def test_a_stream_has_the_documented_lengths(model):
         assert all(torch.equal(piece, whole[:, : piece.shape[1]]) for piece in pieces)
 
 
-def test_a_stream_waits_for_rows_that_are_still_in_their_prompt(model):
+def test_stream_waits_for_rows_still_in_prefill(model):
     with LLM(model, kv_memory="4MB", max_batch_tokens=5) as llm:  # prompts in chunks, one by one
         pieces = list(
             generate_streaming(llm, IDS, ENDLESS, P + 7, do_sample=False, stream_interval=1)
@@ -384,7 +385,7 @@ def test_a_stream_waits_for_rows_that_are_still_in_their_prompt(model):
 # ---- results
 
 
-def test_results_are_ordinary_tensors_also_inside_of_inference_mode(model):
+def test_results_are_no_inference_tensors_inside_inference_mode(model):
     with torch.inference_mode():
         outs = [
             generate(model, IDS.clone(), TOK, P),
@@ -395,7 +396,7 @@ def test_results_are_ordinary_tensors_also_inside_of_inference_mode(model):
     assert not any(out.is_inference() for out in outs)
 
 
-def test_rows_get_what_verbatim_generate_gives_them(model):
+def test_result_equals_verbatim_generate(model):
     out = generate(model, IDS, TOK, P + 12, seed=9, temperature=0.8, top_k=20, top_p=0.9)
     expected = verbatim.generate(
         model,
@@ -412,25 +413,25 @@ def test_rows_get_what_verbatim_generate_gives_them(model):
     assert torch.equal(out, expected)
 
 
-def test_no_rows_are_no_work(model):
+def test_empty_batch_returns_empty_result(model):
     none = IDS[:0]
     assert greedy(model, none).shape == greedy(DictActor(model), none).shape == (0, P)
     assert greedy(model, none, early_stopping=False).shape == (0, P + 10)
 
 
-def test_beams_give_the_best_of_each_row(model):
+def test_beam_search_returns_best_beam_of_each_row(model):
     params = SamplingParams(
         num_beams=3, max_tokens=8, temperature=0.0, ignore_eos=True, stop_token_ids=[EOS]
     )
     with LLM(model, kv_memory="4MB") as llm:
         best = [result.outputs[0].token_ids for result in llm.generate(ROWS, params)]
-    for runs in (model, DictActor(model)):
-        out = new(greedy(runs, tok=TOK, length=P + 8, num_beams=3))
+    for target in (model, DictActor(model)):
+        out = new(greedy(target, tok=TOK, length=P + 8, num_beams=3))
         assert [row[: len(b)] for row, b in zip(out, best, strict=True)] == best
     assert best != [by_hand(own_logits(model), row, 8) for row in ROWS]
 
 
-def test_a_stream_that_is_closed_early_frees_its_blocks(llm):
+def test_stream_closed_early_frees_its_blocks(llm):
     stream = generate_streaming(llm, IDS, ENDLESS, P + 40)
     next(stream)
     assert llm.stats()["blocks_used"] > 0
@@ -445,10 +446,10 @@ def test_a_stream_that_is_closed_early_frees_its_blocks(llm):
     assert llm.stats()["waiting"] == 0
 
 
-def test_an_engine_of_one_call_is_closed_with_it(model, monkeypatch):
+def test_engine_opened_for_one_call_is_closed_after_it(model, monkeypatch):
     closed = []
-    note = lambda runner: closed.extend(runner.placement.values())
-    monkeypatch.setattr(Resident, "close", note)
+    record_close = lambda runner: closed.extend(runner.placement.values())
+    monkeypatch.setattr(Resident, "close", record_close)
     actor = DictActor(model)
     greedy(actor, length=P + 1)
     stream = generate_streaming(actor, IDS, ENDLESS, P + 9, **OUR_HOOKS)
@@ -461,7 +462,7 @@ def test_an_engine_of_one_call_is_closed_with_it(model, monkeypatch):
     assert closed == ["actor", "callbacks", "actor"]
 
 
-def test_a_stream_of_an_actor_lets_go_of_it_when_closed(model):
+def test_closed_stream_does_not_keep_its_actor_alive(model):
     actor = DictActor(copy.deepcopy(model)).train()
     gone = weakref.ref(actor)
     stream = generate_streaming(actor, IDS, ENDLESS, P + 40)
@@ -473,16 +474,16 @@ def test_a_stream_of_an_actor_lets_go_of_it_when_closed(model):
     assert gone() is None
 
 
-def test_an_engine_closed_by_somebody_else_is_an_error_and_no_short_answer(model):
+def test_stream_raises_request_failed_when_its_engine_is_closed(model):
     llm = LLM(model, kv_memory="4MB")
     stream = generate_streaming(llm, IDS, ENDLESS, P + 40)
     next(stream)
     llm.close()
-    with pytest.raises(RequestFailed, match="from outside"):
+    with pytest.raises(RequestFailed, match=r"ended by close\(\)"):
         next(stream)
 
 
-def test_a_row_that_can_not_be_drawn_is_an_error_in_a_stream_at_once(model):
+def test_nan_logits_raise_request_failed_in_generate_and_stream(model):
     actor = LateNaN(model, P + 3)
     stream = generate_streaming(actor, IDS, ENDLESS, P + 20, stream_interval=1)
     pieces = []
@@ -506,7 +507,7 @@ class LateNaN(DictActor):
 
 
 class SimpleActor:
-    """No module at all, and no config."""
+    """A callable that is no module and has no config."""
 
     def __init__(self, model):
         self.held = model
@@ -518,30 +519,30 @@ class SimpleActor:
         return {"logits": self.held(input_ids=input_ids).logits}
 
 
-def test_the_outer_forward_of_an_actor_is_what_runs(model):
+def test_outer_forward_of_actor_is_called(model):
     actor = LeastLikely(model)
     out = new(greedy(actor))
     assert out == [by_hand(lambda ids: -model(ids).logits, row, 10) for row in ROWS]
     assert out != new(greedy(model))
 
 
-def test_an_actor_gets_whole_rows_without_padding_one_by_one(model):
+def test_actor_gets_whole_unpadded_rows_one_at_a_time(model):
     actor = SimpleActor(copy.deepcopy(model).train())
     out = greedy(actor, length=P + 2)
     assert torch.equal(out, greedy(model, length=P + 2))
     lengths = [len(row) for row in ROWS]
-    assert actor.calls[0] == (1, 1)  # to learn its vocabulary
+    assert actor.calls[0] == (1, 1)  # the probe of its vocabulary size
     assert sorted(actor.calls[1:]) == sorted((1, n + step) for n in lengths for step in range(2))
     assert actor.held.training
 
 
-def test_a_bound_method_is_an_actor_and_its_owner_is_in_eval_mode(model):
+def test_bound_method_runs_as_actor_with_its_owner_in_eval_mode(model):
     actor = SimpleActor(copy.deepcopy(model).train())
     assert torch.equal(greedy(actor.__call__, length=P + 2), greedy(model, length=P + 2))
     assert actor.held.training
 
 
-def test_modes_and_gradients_are_as_before_also_after_an_exception(model):
+def test_training_modes_are_restored_after_call_and_after_exception(model):
     actor = LateNaN(copy.deepcopy(model), 10**9).train()
     actor.model.model.layers[1].eval()
     modes = [layer.training for layer in actor.modules()]
@@ -560,7 +561,7 @@ def test_modes_and_gradients_are_as_before_also_after_an_exception(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_actors_row_has_the_same_bits_alone_in_a_batch_and_after_evictions(dtype):
+def test_actor_rows_have_same_bits_alone_batched_and_preempted(dtype):
     actor = DictActor(make_toy("llama", dtype=dtype, head_dim=10, intermediate_size=100))
     params = SamplingParams(max_tokens=9, seed=4, ignore_eos=True)
 
@@ -583,7 +584,7 @@ def test_an_actors_row_has_the_same_bits_alone_in_a_batch_and_after_evictions(dt
     assert preemptions[-1] > 0 and not any(preemptions[:-1])
 
 
-def test_an_actors_arguments_reach_its_forward_at_every_call(model):
+def test_actor_keyword_arguments_reach_its_forward(model):
     class Scaled(DictActor):
         def forward(self, input_ids, scale, attention_mask=None):
             logits = self.model(input_ids, attention_mask=attention_mask).logits
@@ -599,7 +600,7 @@ def test_an_actors_arguments_reach_its_forward_at_every_call(model):
         greedy(actor, scale=torch.ones(4, 1))
 
 
-def test_a_model_that_keeps_an_unknown_state_runs_row_by_row(monkeypatch):
+def test_model_with_unsupported_state_runs_row_by_row(monkeypatch):
     monkeypatch.setattr("verbatim.model.trial.has_supported_states", lambda module: False)
     config = RwkvConfig(
         vocab_size=64, hidden_size=16, num_hidden_layers=2, context_length=64, pad_token_id=0
@@ -612,7 +613,7 @@ def test_a_model_that_keeps_an_unknown_state_runs_row_by_row(monkeypatch):
     assert new(out) == [by_hand(own_logits(model), row, 5) for row in rows]
 
 
-def test_what_is_no_generating_model_is_refused(model):
+def test_non_generative_models_and_callables_are_rejected(model):
     config = BertConfig(
         vocab_size=64,
         hidden_size=16,
@@ -634,36 +635,38 @@ def test_what_is_no_generating_model_is_refused(model):
         (lambda input_ids: {"logits": torch.zeros(1, 1, 5).to_sparse()}, "torch.sparse_coo"),
         (lambda input_ids: 1 / 0, "raised ZeroDivisionError"),
     ]
-    for runs, why in refused:
+    for target, why in refused:
         with pytest.raises(UnsupportedModel, match=why):
-            greedy(runs, torch.tensor([[1, 2]]), length=5)
-    liar = DictActor(model)
-    liar.config = SimpleNamespace(vocab_size=500)
+            greedy(target, torch.tensor([[1, 2]]), length=5)
+    mislabelled = DictActor(model)
+    mislabelled.config = SimpleNamespace(vocab_size=500)
     with pytest.raises(UnsupportedModel, match=r"\[1, 8, 128\].*\[1, 1 or more, 500\]"):
-        greedy(liar, IDS[1:2])
+        greedy(mislabelled, IDS[1:2])
 
 
 # ---- modules with kv_caches
 
 
-def test_a_module_with_kv_caches_runs_on_the_engine_kept_for_it():
+def test_module_with_kv_caches_reuses_its_engine():
     module = kempner_toy()
     expected = [by_hand(module, row, 10) for row in ROWS]
     assert new(greedy(module)) == expected
     module.calls.clear()
     assert new(greedy(module)) == expected
-    # Each token once: its cache is used, and the engine was not opened anew, which takes a trial.
+    # Each token runs once: its cache is used, and no new engine is opened, which would run a trial.
     assert sum(rows * width for rows, width in module.calls) <= sum(len(row) + 9 for row in ROWS)
     *_, last = generate_streaming(module, IDS, ENDLESS, P + 10, do_sample=False)
     assert new(last) == expected
     assert new(greedy(nn.DataParallel(module))) == expected
     with pytest.warns(UserWarning, match="limit is 64"):
         assert greedy(module, length=65).equal(greedy(module, length=64))
-    with pytest.raises(InvalidRequest, match="note is not known: Toy is run on the engine's own"):
+    with pytest.raises(
+        InvalidRequest, match="note is not supported: the engine prepares the inputs of Toy"
+    ):
         greedy(module, note=1)
 
 
-def test_a_module_with_kv_caches_that_the_engine_can_not_run_is_an_actor_if_it_takes_ids():
+def test_unsupported_kv_caches_module_runs_as_actor_if_it_takes_input_ids():
     class Both(Toy):
         def forward(self, input_ids, kv_caches=None):
             return {"logits": super().forward(input_ids)}
@@ -678,11 +681,11 @@ def test_a_module_with_kv_caches_that_the_engine_can_not_run_is_an_actor_if_it_t
         greedy(kempner_toy(cls=Neither))
 
 
-# ---- wrappers and shards
+# ---- wrapped and sharded models
 
 
 @pytest.mark.usefixtures("group")
-def test_what_data_parallel_wraps_runs_without_a_collective(model, monkeypatch):
+def test_data_parallel_wrappers_run_without_collectives(model, monkeypatch):
     wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
     actor = nn.parallel.DistributedDataParallel(DictActor(copy.deepcopy(model)))
 
@@ -700,7 +703,7 @@ def test_what_data_parallel_wraps_runs_without_a_collective(model, monkeypatch):
 
 
 @pytest.mark.usefixtures("group")
-def test_sharded_models_are_refused_by_name(model):
+def test_sharded_models_are_rejected(model):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, distribute_tensor
@@ -725,7 +728,7 @@ def test_sharded_models_are_refused_by_name(model):
                 greedy(sharded, **kwargs)
 
 
-def test_parameters_elsewhere_are_refused(model):
+def test_parameters_on_meta_device_are_rejected(model):
     actor = DictActor(nn.Linear(2, 2, device="meta"))
     with pytest.raises(NotSupported, match=r"model\.weight is on meta"):
         greedy(actor)
@@ -747,7 +750,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_the_end_is_that_of_all_ranks(tmp_path):
+def test_is_sequence_finished_is_true_only_if_all_ranks_finished(tmp_path):
     assert _is_sequence_finished(torch.tensor([0, 0])) is True
     assert _is_sequence_finished(torch.tensor([0, 1])) is False
     with pytest.raises(InvalidRequest, match="must be a tensor"):
@@ -771,12 +774,12 @@ def plain_inputs(input_ids, past=None, **model_kwargs):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "bloom", "gemma3"])
-def test_our_own_hooks_use_the_models_cache_and_change_nothing(name):
+def test_built_in_hooks_use_kv_cache_and_change_no_token(name):
     model = make_toy(name)
     widths, out = widths_of(model, lambda: greedy(model, **OUR_HOOKS))
     assert widths == [P] + [1] * 9
     assert torch.equal(out, greedy(model))
-    for name, hook in OUR_HOOKS.items():  # each alone
+    for name, hook in OUR_HOOKS.items():  # each hook alone
         assert torch.equal(out, greedy(model, **{name: hook}))
     tok = tokenizer(eos=new(out)[1][3])
     for kwargs in (dict(seed=3, top_k=7), dict(do_sample=False)):
@@ -786,7 +789,7 @@ def test_our_own_hooks_use_the_models_cache_and_change_nothing(name):
 
 
 def methods_of(model):
-    """transformers' own, which trainers hand over as hooks."""
+    """Return the methods of transformers that trainers pass as hooks."""
     return dict(
         prepare_inputs_fn=model.prepare_inputs_for_generation,
         update_model_kwargs_fn=model._update_model_kwargs_for_generation,
@@ -794,7 +797,7 @@ def methods_of(model):
 
 
 def widths_of(model, run):
-    """Columns of `input_ids` in each forward of `model`, and what `run` returned."""
+    """Return the width of `input_ids` in each forward of `model`, and the result of `run`."""
     widths = []
     handle = model.register_forward_pre_hook(
         lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -807,7 +810,7 @@ def widths_of(model, run):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gpt2"])
-def test_transformers_own_methods_are_hooks_that_use_the_cache(name):
+def test_transformers_methods_work_as_hooks_and_use_kv_cache(name):
     model = make_toy(name)
     expected = greedy(model)
     theirs = methods_of(model)
@@ -828,18 +831,18 @@ def test_transformers_own_methods_are_hooks_that_use_the_cache(name):
         assert widths == [P + step for step in range(10)]
 
 
-def test_transformers_methods_go_with_an_actor_that_takes_only_what_it_names(model):
+def test_transformers_methods_as_hooks_work_with_strict_actor_signature(model):
     class Strict(DictActor):
         def forward(self, input_ids, attention_mask, position_ids=None, past_key_values=None):
             return self.model(input_ids, attention_mask, position_ids, past_key_values)
 
     actor = Strict(model)
-    actor.config = model.config  # or a forward of one token tells its vocabulary
+    actor.config = model.config  # without it, a forward of one token probes the vocabulary size
     widths, out = widths_of(actor, lambda: greedy(actor, **methods_of(model)))
     assert torch.equal(out, greedy(model)) and widths == [P] + [1] * 9
 
 
-def test_a_prefix_that_is_in_the_cache_alone_stays_there(model):
+def test_prefix_held_only_in_past_key_values_is_kept(model):
     prefix, ids = torch.tensor([ROWS[0]] * 2), IDS[[1, 3]]
     with torch.no_grad():
         cache = model(prefix, use_cache=True).past_key_values
@@ -853,14 +856,14 @@ def test_a_prefix_that_is_in_the_cache_alone_stays_there(model):
     assert new(out) == rows and widths == [P] + [1] * 9
 
 
-def test_a_cache_that_does_not_go_with_the_ids_is_an_error_and_no_wrong_token(model):
+def test_past_key_values_that_do_not_match_input_ids_raise_request_failed(model):
     old = DynamicCache()
-    again = dict(length=P + 2, past_key_values=old, **methods_of(model))
-    assert torch.equal(greedy(model, **again), greedy(model, length=P + 2))
+    arguments = dict(length=P + 2, past_key_values=old, **methods_of(model))
+    assert torch.equal(greedy(model, **arguments), greedy(model, length=P + 2))
     with pytest.raises(RequestFailed, match="a cache of 9 tokens and 8 input_ids for 8 tokens"):
-        greedy(model, **again)  # begins with the cache that the first call filled
+        greedy(model, **arguments)  # starts with the cache that the first call filled
 
-    def hole(input_ids, past=None, **model_kwargs):
+    def drop_two_cached_tokens(input_ids, past=None, **model_kwargs):
         late = input_ids.shape[1] > P + 1
         inputs = prepare_inputs_fn(input_ids, past=past if late else None, **model_kwargs)
         inputs["past_key_values"] = past if late else None
@@ -869,14 +872,14 @@ def test_a_cache_that_does_not_go_with_the_ids_is_an_error_and_no_wrong_token(mo
         return inputs
 
     with pytest.raises(RequestFailed, match="a cache of 7 tokens and 1 input_ids for 10 tokens"):
-        greedy(model, prepare_inputs_fn=hole)
+        greedy(model, prepare_inputs_fn=drop_two_cached_tokens)
     static = StaticCache(model.config, max_cache_len=P + 10)
     with pytest.raises(RequestFailed, match="a mask that is made for all of them"):
         greedy(model, past_key_values=static, **methods_of(model))
 
 
 @pytest.mark.parametrize("use_cache", [True, False, None])
-def test_trainers_arguments_and_other_spellings_change_no_token(llm, model, use_cache):
+def test_trainer_arguments_and_alternative_spellings_change_no_token(llm, model, use_cache):
     seen = []
 
     class Cached(DictActor):
@@ -886,8 +889,8 @@ def test_trainers_arguments_and_other_spellings_change_no_token(llm, model, use_
 
     trainers = dict(use_cache=use_cache, apply_loss_mask=bool(use_cache))
     expected = greedy(model)
-    for runs in (llm, model, DictActor(model), SimpleActor(model), Cached(model)):
-        assert torch.equal(greedy(runs, cache_position=torch.arange(P), **trainers), expected)
+    for target in (llm, model, DictActor(model), SimpleActor(model), Cached(model)):
+        assert torch.equal(greedy(target, cache_position=torch.arange(P), **trainers), expected)
     assert set(seen) == {False}
     assert new(greedy(kempner_toy(), **trainers)) == new(greedy(kempner_toy()))
     drawn = generate(llm, IDS, TOK, P + 5, seed=3)
@@ -896,7 +899,7 @@ def test_trainers_arguments_and_other_spellings_change_no_token(llm, model, use_
     assert not len(_prepare_logits_processor(top_k=-1))
 
 
-def test_rows_that_have_ended_go_on_with_pads_in_what_hooks_see(model):
+def test_hooks_see_finished_rows_continued_with_pads(model):
     tok = end_at(model, 3)
     seen = []
 
@@ -909,7 +912,7 @@ def test_rows_that_have_ended_go_on_with_pads_in_what_hooks_see(model):
     assert all(torch.equal(ids, out[:, : ids.shape[1]]) for ids in seen) and len(seen) == 10
 
 
-def test_either_hook_works_alone_and_is_handed_the_callers_arguments(model):
+def test_each_hook_works_alone_and_gets_caller_keyword_arguments(model):
     updates, prepared = [], []
 
     def update(outputs, model_kwargs):
@@ -938,7 +941,7 @@ def test_either_hook_works_alone_and_is_handed_the_callers_arguments(model):
     assert prepared == [(None, "a note")] * 4 + [(step, "a note") for step in (None, 5, 6, 7)]
 
 
-def test_a_mask_that_the_update_grows_forgets_or_drops_is_as_wide_as_the_ids(model):
+def test_attention_mask_is_as_wide_as_input_ids_whatever_update_hook_returns(model):
     widths = []
 
     def prepare(input_ids, past=None, **model_kwargs):
@@ -956,17 +959,17 @@ def test_a_mask_that_the_update_grows_forgets_or_drops_is_as_wide_as_the_ids(mod
     assert len(widths) == 30 and all(ids == mask for ids, mask in widths)
 
 
-def test_rows_that_lose_their_blocks_under_hooks_are_computed_anew(gpt2):
-    begun = []
+def test_preempted_rows_are_recomputed_under_hooks(gpt2):
+    without_past = []
 
     def prepare(input_ids, past=None, **model_kwargs):
-        begun.append(past is None)
+        without_past.append(past is None)
         return prepare_inputs_fn(input_ids, past=past, **model_kwargs)
 
     expected = [by_hand(own_logits(gpt2), row, 10) for row in ROWS]
     params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
     for blocks, tokens, seats in [(64, 64, 8), (9, 7, 8), (64, 64, 3), (64, 5, 2), (64, 3, 8)]:
-        begun.clear()
+        without_past.clear()
         options = EngineOptions(None, None, 4, tokens, seats, None, None, False, None)
         hooks = prepare, update_model_kwargs_fn
         mask = (IDS != PAD).long()
@@ -975,16 +978,16 @@ def test_rows_that_lose_their_blocks_under_hooks_are_computed_anew(gpt2):
         with LLM._over(open_runner(runner, options)) as llm:
             results = llm.engine.run(llm._admit_rows(ROWS, params))
             assert [result.outputs[0].token_ids for result in results] == expected
-        assert begun[0] and any(begun[1:]) == ((blocks, tokens, seats) != (64, 64, 8))
+        assert without_past[0] and any(without_past[1:]) == ((blocks, tokens, seats) != (64, 64, 8))
 
 
-def test_a_row_that_missed_a_step_is_not_taken_on_behind_a_hole(gpt2):
+def test_row_that_missed_a_step_under_hooks_gets_correct_logits(gpt2):
     hooks = prepare_inputs_fn, update_model_kwargs_fn
     ids = IDS[:2]
     decoder = CallbackDecoder(gpt2, *hooks, ids, (ids != PAD).long(), {}, PAD)
 
     def logits(**grown):
-        """Of both rows' pieces after these tokens; each row keeps its place in the store."""
+        """Run each row extended by these tokens, in its own slots, and check its last logits."""
         pieces = []
         for row, more in ((0, grown.get("first")), (1, grown.get("second"))):
             if more is not None:
@@ -1007,7 +1010,7 @@ class Mine(Exception):
 
 
 @pytest.mark.parametrize("which", ["prepare_inputs_fn", "update_model_kwargs_fn"])
-def test_what_a_hook_raises_comes_through_and_the_model_serves_on(model, which):
+def test_hook_exception_propagates_and_model_stays_usable(model, which):
     error = Mine("of the third step")
     calls = []
 
@@ -1028,7 +1031,7 @@ def test_what_a_hook_raises_comes_through_and_the_model_serves_on(model, which):
     assert greedy(model, **OUR_HOOKS).equal(greedy(model))
 
 
-def test_a_hook_that_returns_nothing_is_named(model):
+def test_hook_returning_none_raises_request_failed(model):
     for name in OUR_HOOKS:
         with pytest.raises(
             RequestFailed, match=rf"{name} returned NoneType; it must return a dict"
@@ -1036,13 +1039,13 @@ def test_a_hook_that_returns_nothing_is_named(model):
             greedy(model, **{**OUR_HOOKS, name: lambda *args, **kwargs: None})
 
 
-def test_a_pad_beyond_the_vocabulary_is_refused_where_a_model_would_see_it(model):
+def test_pad_id_outside_vocabulary_is_rejected_only_under_hooks(model):
     beyond = IDS.masked_fill(IDS == PAD, 500)
     tok = tokenizer(eos=None, pad=500)
     expected = new(greedy(model))
     assert new(greedy(model, beyond, tok)) == expected
     assert new(greedy(DictActor(model), beyond, tok)) == expected
-    with pytest.raises(InvalidRequest, match="id 500 is outside 0 to 127, and hooks hand"):
+    with pytest.raises(InvalidRequest, match="id 500 is outside 0 to 127, and hooks pass"):
         greedy(model, beyond, tok, **OUR_HOOKS)
     with pytest.raises(InvalidRequest, match="id 500 is outside"):
         greedy(model, IDS, tokenizer(eos=None), pad_token_id=500, **OUR_HOOKS)
@@ -1050,18 +1053,18 @@ def test_a_pad_beyond_the_vocabulary_is_refused_where_a_model_would_see_it(model
     assert new(alone) == expected[1:2]
 
 
-def test_hooks_are_refused_where_they_can_not_work(llm, model):
-    with pytest.raises(NotSupported, match="an open LLM makes its own inputs"):
+def test_unsupported_uses_of_hooks_are_rejected(llm, model):
+    with pytest.raises(NotSupported, match="an open LLM prepares its own"):
         greedy(llm, **OUR_HOOKS)
     with pytest.raises(NotSupported, match="num_beams=2 with prepare_inputs_fn"):
         greedy(model, num_beams=2, **OUR_HOOKS)
     with pytest.raises(InvalidRequest, match="prepare_inputs_fn='f': must be a function"):
         greedy(model, prepare_inputs_fn="f")
-    with pytest.raises(InvalidRequest, match="past is what the hooks are handed anyway"):
+    with pytest.raises(InvalidRequest, match="the hooks always receive past"):
         greedy(model, past=None, **OUR_HOOKS)
 
 
-def test_the_documented_use_of_the_helpers():
+def test_hook_helpers_behave_as_documented():
     ids, mask = torch.tensor([[0, 5, 6]]), torch.tensor([[0, 1, 1]])
     assert prepare_inputs_fn(ids)["input_ids"].equal(ids) and set(prepare_inputs_fn(ids)) == {
         "input_ids"
@@ -1084,10 +1087,10 @@ def test_the_documented_use_of_the_helpers():
     hooked = update_model_kwargs_fn(SimpleNamespace(logits=1), kwargs)
     assert hooked["past_key_values"] is None
     assert hooked["attention_mask"].tolist() == [[0, 1, 1, 1]]
-    assert mask.tolist() == [[0, 1, 1]] and len(kwargs) == 3  # the caller's stay as they are
+    assert mask.tolist() == [[0, 1, 1]] and len(kwargs) == 3  # the caller's arguments are unchanged
 
 
-# ---- refused at the door
+# ---- rejected arguments
 
 
 @pytest.mark.parametrize(
@@ -1132,11 +1135,11 @@ def test_the_documented_use_of_the_helpers():
         (dict(tokenizer=tokenizer(eos=2**63)), f"tokenizer.eos_token_id={2**63}: must be"),
         (dict(use_cache="no"), "use_cache='no': must be True, False or None"),
         (dict(apply_loss_mask=1), "apply_loss_mask=1: must be True, False or None"),
-        (dict(token_type_ids=IDS), "token_type_ids is not known"),
+        (dict(token_type_ids=IDS), "token_type_ids is not supported"),
     ],
     ids=str,
 )
-def test_bad_arguments_are_refused_by_name_before_anything_runs(llm, change, why):
+def test_invalid_arguments_are_rejected_before_any_forward(llm, change, why):
     before = llm.stats()["forwards"]
     arguments = {"input_ids": IDS, "tokenizer": TOK, "max_length": P + 5, **change}
     for call in (generate, generate_streaming):
@@ -1145,6 +1148,18 @@ def test_bad_arguments_are_refused_by_name_before_anything_runs(llm, change, why
     assert llm.stats()["forwards"] == before
 
 
-def test_an_end_of_sequence_beyond_the_models_vocabulary_never_comes(model):
+@pytest.mark.parametrize(
+    "change", [dict(seed=-1), dict(seed="a"), dict(stop_token_ids=[["x"]])], ids=str
+)
+def test_invalid_arguments_are_rejected_before_custom_forward_runs(change):
+    class Custom(nn.Module):
+        def forward(self, *args, **kwargs):
+            raise AssertionError("the forward ran")
+
+    with pytest.raises(InvalidRequest):
+        generate(Custom(), IDS, TOK, max_length=P + 5, **change)
+
+
+def test_eos_id_outside_vocabulary_is_ignored(model):
     out = greedy(model, tok=tokenizer(eos=500, pad=PAD))
     assert torch.equal(out, greedy(model))

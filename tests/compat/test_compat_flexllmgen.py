@@ -1,4 +1,4 @@
-"""The FlexLLMGen door: its documented calls, and what the original gets wrong done right."""
+"""The FlexLLMGen API: its documented calls, and regression tests for defects of the original."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ from verbatim.compat.flexllmgen import (
     get_opt_config,
 )
 from verbatim.compat.flexllmgen.config import find_model
+from verbatim.compat.flexllmgen.model import Clock, Timings
 from verbatim.compat.flexllmgen.policy import options_of
-from verbatim.compat.flexllmgen.timings import Clock, Timings
-from verbatim.model.quantization import Quantization
+from verbatim.quantization.formats import Quantization
 
 PAD = 1
 OPT = dict(pad_token_id=PAD, bos_token_id=2, eos_token_id=2)
 ROWS = [random_ids(n, n) for n in (3, 9, 5, 17, 2)]
 WIDTH = 17
 
-# The document's example, of which the model's name is changed.
+# The documented example, in which the test replaces the model's name.
 SEED = """
 import numpy as np
 from transformers import AutoTokenizer
@@ -95,7 +95,7 @@ def padded(rows, width, pad):
 
 
 def cut_at(row, stop, pad):
-    """A row of new ids as it is with a stop."""
+    """Return a row of new ids cut after its first stop token and padded."""
     end = row.index(stop) + 1 if stop in row else len(row)
     return row[:end] + [pad] * (len(row) - end)
 
@@ -107,13 +107,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
-    """Without a pad of its own, as GPT-2 is; its end of sequence pads."""
+    """A model without a pad id, as GPT-2: its EOS is used for padding."""
     return saved(tmp_path_factory.mktemp("gpt2"), "gpt2", pad_token_id=None, eos_token_id=0)
 
 
 @pytest.fixture(scope="module")
 def worded(tmp_path_factory):
-    """A folder with a tokenizer."""
+    """A model folder with a tokenizer."""
     root = tmp_path_factory.mktemp("worded")
     hf = copy.deepcopy(byte_level().hf)
     hf.add_special_tokens({"pad_token": "<pad>"})
@@ -132,16 +132,16 @@ def opened(folder):
 
 @pytest.fixture(scope="module")
 def greedy(folder):
-    """The 12 likeliest tokens of each of ROWS, of the model in memory."""
+    """12 greedy tokens of each of ROWS, without offloading."""
     with LLM(folder, kv_memory="4MB") as llm:
         params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
         return [r.outputs[0].token_ids for r in llm.generate(ROWS, params)]
 
 
-# ---- the document
+# ---- documented calls
 
 
-def test_the_seeds_example_runs_and_gives_the_tokens_of_the_bare_prompt(worded):
+def test_documented_example_generates_same_tokens_as_unpadded_prompt(worded):
     with OptLM(str(worded), policy=policy(1, 1)) as model:
         scope = {"model": model}
         torch.manual_seed(3)
@@ -156,7 +156,7 @@ def test_the_seeds_example_runs_and_gives_the_tokens_of_the_bare_prompt(worded):
         stop = tokenizer("\n").input_ids[0]
         alone = model.generate(bare, 32, True, 0.7, stop, seed=3)
         assert (model.generate(bare, 32, True, 0.7, "\n", seed=3) == alone).all()
-        with pytest.raises(InvalidRequest, match="stop='the fox': must be one token, and has"):
+        with pytest.raises(InvalidRequest, match="stop='the fox': must be one token, not"):
             model.generate(bare, stop="the fox")
         torch.manual_seed(3)
         alone = model.generate(bare, 32, True, 0.7, stop)
@@ -178,7 +178,7 @@ def test_padding_to_128_changes_no_token(name, request):
 
 
 @pytest.mark.parametrize("weights", [(0, 0), (30, 40)], ids=["disk", "spread"])
-def test_weights_are_read_once_a_step_for_any_number_of_batches(folder, weights):
+def test_weights_are_read_once_per_step_for_any_number_of_batches(folder, weights):
     read = {}
     for batches, rows in ((1, ROWS[:1]), (4, ROWS[:4])):
         with OptLM(folder, policy=policy(1, batches, weights, overlap=False)) as model:
@@ -190,7 +190,7 @@ def test_weights_are_read_once_a_step_for_any_number_of_batches(folder, weights)
     assert read[1] == read[4] > 0
 
 
-def test_a_cut_length_makes_so_many_forwards_and_leaves_the_rest_to_pads(opened, greedy):
+def test_cut_gen_len_limits_forwards_and_pads_remaining_columns(opened, greedy):
     forwards = opened.llm.engine.runner.num_forwards
     out = opened.generate(ROWS[:4], 16, cut_gen_len=4)
     assert opened.llm.engine.runner.num_forwards - forwards == 4
@@ -201,12 +201,12 @@ def test_a_cut_length_makes_so_many_forwards_and_leaves_the_rest_to_pads(opened,
     whole = opened.generate(ROWS, 12, cut_gen_len=99)
     assert (whole[:, :WIDTH] == padded(ROWS, WIDTH, PAD)).all() and whole.flags.owndata
     assert (whole[:, WIDTH:] == greedy).all() and opened.timings.projected_s is None
-    opened.generate(ROWS[:2], 9, cut_gen_len=1)  # without decoding to project
+    opened.generate(ROWS[:2], 9, cut_gen_len=1)  # no decode steps to project from
     assert opened.timings.projected_s == opened.timings.prefill.wall_s
     assert opened.timings.decode.num_steps == 0
 
 
-def test_a_breakdown_says_the_same_words_and_where_the_time_went(opened, greedy, monkeypatch):
+def test_breakdown_mode_keeps_tokens_and_reports_load_compute_store_times(opened, greedy):
     before = opened.llm.engine.runner.timings()
     out = opened.generate(ROWS, 12, debug_mode="breakdown")
     assert (out[:, WIDTH:] == greedy).all()
@@ -223,13 +223,13 @@ def test_a_breakdown_says_the_same_words_and_where_the_time_went(opened, greedy,
     assert opened.timings.prefill.load_s is None and opened.timings.prefill.other_s is None
 
 
-def test_a_breakdown_needs_tiers(folder):
-    said = r"breakdown.*not offloaded.*placement=Offload"
-    with LLM(folder, kv_memory="4MB") as llm, pytest.raises(NotSupported, match=said):
+def test_breakdown_mode_without_offload_raises_not_supported(folder):
+    message = r"breakdown.*not offloaded.*placement=Offload"
+    with LLM(folder, kv_memory="4MB") as llm, pytest.raises(NotSupported, match=message):
         OptLM(llm).generate(ROWS, 2, debug_mode="breakdown")
 
 
-def test_fewer_batches_are_measured_and_the_rest_is_called_an_estimate(opened, greedy):
+def test_fewer_batch_mode_runs_first_block_and_projects_total_time(opened, greedy):
     out = opened.generate(ROWS, 12, debug_mode="fewer_batch")
     assert out.shape == (5, WIDTH + 12)
     assert out[:4, WIDTH : WIDTH + 5].tolist() == [row[:5] for row in greedy[:4]]
@@ -242,13 +242,13 @@ def test_fewer_batches_are_measured_and_the_rest_is_called_an_estimate(opened, g
     assert opened.timings.projected_s is None and opened.timings.num_rows == 2
 
 
-# ---- what the original gets wrong
+# ---- defects of the original
 
 
 @parametrize_combinations(
     shape=[(4, 1), (2, 2), (1, 4), (2, 1)], cpu=[True, False], overlap=[True, False]
 )
-def test_any_policy_and_number_of_rows_gives_the_same_tokens(folder, greedy, shape, cpu, overlap):
+def test_policy_and_block_shape_do_not_change_tokens(folder, greedy, shape, cpu, overlap):
     settings = Policy(
         *shape,
         30,
@@ -266,29 +266,29 @@ def test_any_policy_and_number_of_rows_gives_the_same_tokens(folder, greedy, sha
         assert (model.generate(ROWS, 12)[:, WIDTH:] == greedy).all()
 
 
-def test_a_stop_of_0_stops_and_stays(folder):
+def test_stop_token_id_0_ends_rows_and_is_kept(folder):
     rows = ROWS * 6
     with OptLM(folder, policy=policy(15, 2)) as model:
         free = model.generate(rows, 40, True, 1.3, seed=11)[:, WIDTH:].tolist()
-        assert sum(0 in row[:-1] for row in free) > 1  # so there is something to see
+        assert sum(0 in row[:-1] for row in free) > 1  # otherwise the stop is not tested
         out = model.generate(rows, 40, True, 1.3, stop=0, seed=11)[:, WIDTH:].tolist()
         assert out == [cut_at(row, 0, PAD) for row in free] != free
         again = model.generate(rows, 40, True, 1.3, np.int64(0), seed=11)
         assert again[:, WIDTH:].tolist() == out
 
 
-def test_all_rows_may_stop_at_once_and_the_columns_stay(opened, greedy):
+def test_output_width_is_kept_when_all_rows_stop_early(opened, greedy):
     out = opened.generate([ROWS[0]], 12, stop=greedy[0][0])
     assert out.shape == (1, 3 + 12) and out[0, 3:].tolist() == [greedy[0][0]] + [PAD] * 11
 
 
-def test_nothing_is_left_on_the_disk(folder, tmp_path, greedy):
+def test_offload_folder_is_left_empty(folder, tmp_path, greedy):
     env = ExecutionEnv.create(tmp_path / "new" / "folder")
     assert env.disk.path == tmp_path / "new" / "folder"
     model = OptLM(folder, env, None, Policy(2, 2, 0, 0, 0, 0, 0, 0))
     assert model.llm.engine.runner.offload.disk == env.disk.path
     assert (model.generate(ROWS, 12)[:, WIDTH:] == greedy).all()
-    assert list(env.disk.path.iterdir()) == []  # while it is open, too
+    assert list(env.disk.path.iterdir()) == []  # also while the model is open
     env.close_copy_threads()
     env.close_copy_threads()
     assert list(env.disk.path.iterdir()) == []
@@ -296,7 +296,7 @@ def test_nothing_is_left_on_the_disk(folder, tmp_path, greedy):
         model.generate(ROWS, 2)
 
 
-def test_an_environment_of_the_originals_devices(folder, tmp_path, greedy):
+def test_execution_env_accepts_device_classes_of_original(folder, tmp_path, greedy):
     gpu, cpu = flex_opt.TorchDevice("cuda:0"), flex_opt.TorchDevice("cpu")
     disk = flex_opt.TorchDisk(str(tmp_path))
     mixed = flex_opt.TorchMixedDevice([gpu, cpu, disk])
@@ -308,7 +308,7 @@ def test_an_environment_of_the_originals_devices(folder, tmp_path, greedy):
         flex_opt.TorchDevice("mps")
 
 
-def test_a_folder_that_cant_be_used_says_so(tmp_path):
+def test_unusable_offload_dir_is_rejected(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match="file' is a file"):
         ExecutionEnv.create(str(tmp_path / "file"))
@@ -323,14 +323,14 @@ def test_a_folder_that_cant_be_used_says_so(tmp_path):
 # ---- randomness, masks
 
 
-def test_temperature_0_is_greedy_and_temperature_without_sampling_is_nothing(opened, greedy):
+def test_temperature_0_is_greedy_and_temperature_without_sampling_is_ignored(opened, greedy):
     state = torch.get_rng_state()
     assert (opened.generate(ROWS, 12, do_sample=True, temperature=0)[:, WIDTH:] == greedy).all()
     assert (opened.generate(ROWS, 12, temperature=1.7)[:, WIDTH:] == greedy).all()
     assert torch.equal(torch.get_rng_state(), state)  # nothing was drawn
 
 
-def test_masks_of_other_kinds_and_a_row_of_pads_alone(gpt2):
+def test_list_and_read_only_masks_agree_and_single_pad_row_is_a_prompt(gpt2):
     with OptLM(gpt2, policy=policy()) as model:
         masked = model.generate([[0, *ROWS[1]]], 6, attention_mask=[[1] * 10])
         mask = np.array([[0, *[1] * 10]])
@@ -341,27 +341,27 @@ def test_masks_of_other_kinds_and_a_row_of_pads_alone(gpt2):
         assert (empty == model.generate([[0]], 6, attention_mask=[[1]])[0]).all()
 
 
-def test_the_pad_is_the_configs_the_models_its_tokenizers_or_the_end(worded, folder, tmp_path):
+def test_pad_token_id_comes_from_config_tokenizer_or_eos(folder):
     hf = copy.deepcopy(byte_level().hf)
     with LLM(make_toy("gpt2", pad_token_id=None, eos_token_id=5), tokenizer=hf) as llm:
         assert OptLM(llm).pad_token_id == 5
         hf.pad_token = "<unk>"
         assert OptLM(llm).pad_token_id == hf.pad_token_id != 5
     numbers = dict(num_hidden_layers=3, hidden_size=64, n_head=4, ffn_embed_dim=96)
-    said = OptConfig(name=folder, vocab_size=128, max_seq_len=256, pad_token_id=9, **numbers)
-    with OptLM(said, policy=policy()) as model:
-        assert model.pad_token_id == 9 and model.config is said
+    config = OptConfig(name=folder, vocab_size=128, max_seq_len=256, pad_token_id=9, **numbers)
+    with OptLM(config, policy=policy()) as model:
+        assert model.pad_token_id == 9 and model.config is config
         assert model.generate([[4, 5], [6]], 1)[1, 0] == 9
 
 
-# ---- bad input
+# ---- invalid input
 
 
 @pytest.mark.parametrize(
     ("inputs", "said"),
     [
-        ([], "no row"),
-        (np.zeros((0, 4), int), "no row"),
+        ([], "has no rows"),
+        (np.zeros((0, 4), int), "has no rows"),
         (np.zeros((2, 0), int), r"inputs\[0\] is empty"),
         ([[3], []], r"inputs\[1\] is empty"),
         ([3, 4], r"inputs\[0\]=3: must be a list"),
@@ -383,7 +383,7 @@ def test_the_pad_is_the_configs_the_models_its_tokenizers_or_the_end(worded, fol
     ],
     ids=lambda value: value.replace("\\", "") if isinstance(value, str) else "x",
 )
-def test_inputs_that_are_refused(opened, inputs, said):
+def test_invalid_inputs_are_rejected_before_any_forward(opened, inputs, said):
     forwards = opened.llm.engine.runner.num_forwards
     with pytest.raises(InvalidRequest, match=said):
         opened.generate(inputs, 2)
@@ -418,12 +418,12 @@ def test_inputs_that_are_refused(opened, inputs, said):
     ],
     ids=str,
 )
-def test_arguments_that_are_refused_by_name(opened, arguments):
+def test_invalid_arguments_are_rejected(opened, arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         opened.generate([[3, 4, 5]], **arguments)
 
 
-def test_a_length_over_the_limit_is_refused_without_counting_pads(opened):
+def test_prompt_over_length_limit_is_rejected_and_pads_do_not_count(opened):
     limit = opened.llm.max_length
     with pytest.raises(PromptTooLong, match=str(limit)):
         opened.generate([ROWS[1]], limit - 8)
@@ -433,7 +433,7 @@ def test_a_length_over_the_limit_is_refused_without_counting_pads(opened):
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.int32, np.uint16, np.int64], ids=lambda k: k.__name__)
-def test_integers_of_all_kinds(opened, kind):
+def test_all_integer_types_are_accepted(opened, kind):
     plain = opened.generate([[3, 4, 5]], 4)
     assert (opened.generate(np.array([[3, 4, 5]], kind), kind(4)) == plain).all()
     assert (opened.generate([np.array([3, 4, 5], kind)], 4) == plain).all()
@@ -441,7 +441,7 @@ def test_integers_of_all_kinds(opened, kind):
     assert (opened.generate(torch.tensor([[3, 4, 5]]), 4) == plain).all()
 
 
-def test_no_new_tokens_give_the_inputs_back(opened):
+def test_zero_new_tokens_return_padded_inputs(opened):
     out = opened.generate(ROWS, 0)
     assert (out == padded(ROWS, WIDTH, PAD)).all() and opened.timings == Timings()
     with pytest.raises(InvalidRequest, match="128"):
@@ -451,7 +451,7 @@ def test_no_new_tokens_give_the_inputs_back(opened):
 # ---- policies
 
 
-def test_a_policy_is_an_offload():
+def test_policy_maps_to_offload_placement():
     settings = Policy(4, 8, 10, 20, 30, 40, 50, 0, overlap=False, cpu_cache_compute=True)
     assert (settings.w_disk_percent, settings.cache_disk_percent) == (70, 30)
     assert settings.act_disk_percent == 50
@@ -471,7 +471,7 @@ def test_a_policy_is_an_offload():
     assert options_of(None, None) == {"placement": Offload()}
 
 
-def test_a_block_of_more_rows_than_an_engine_usually_seats(folder):
+def test_block_of_300_rows_runs_in_one_forward_per_step(folder):
     with OptLM(folder, policy=policy(100, 3)) as model:
         out = model.generate([ROWS[4]] * 300, 3)
         assert model.llm.engine.runner.num_forwards == 3 and model.num_gpu_batches == 3
@@ -508,15 +508,15 @@ def test_a_block_of_more_rows_than_an_engine_usually_seats(folder):
     ],
     ids=lambda value: str(value).replace("\\", "") if isinstance(value, dict) else "said",
 )
-def test_policies_that_are_refused_by_name(changes, said):
-    plain = dict(zip(inspect.signature(Policy).parameters, (2, 2, *(0,) * 6), strict=False))
+def test_invalid_policies_are_rejected(changes, said):
+    defaults = dict(zip(inspect.signature(Policy).parameters, (2, 2, *(0,) * 6), strict=False))
     with pytest.raises(ValueError, match=said):
-        Policy(**{**plain, **changes})
+        Policy(**{**defaults, **changes})
 
 
-def test_four_bits_in_groups_of_64_are_run_in_groups_of_32_with_a_warning(folder):
+def test_4_bit_cache_with_group_size_64_runs_in_groups_of_32_and_warns(folder):
     halves = config4(group_size=64, group_dim=2)
-    with pytest.warns(UserWarning, match="group_size=64 is run in groups of 32"):
+    with pytest.warns(UserWarning, match="group_size=64 is split into groups of 32"):
         wide = policy(compress_cache=True, comp_cache_config=halves)
     assert options_of(wide, None)["kv_dtype"] == "int4"
     with (
@@ -527,7 +527,7 @@ def test_four_bits_in_groups_of_64_are_run_in_groups_of_32_with_a_warning(folder
 
 
 @pytest.mark.parametrize("debug", ["", "--debug-mode breakdown", "--cut-gen-len 3"])
-def test_the_benchmark_runs_with_the_flags_of_its_command(tmp_path, capsys, debug):
+def test_benchmark_runs_with_its_command_line_flags(tmp_path, capsys, debug):
     folder = saved(tmp_path / "model", "opt", vocab_size=340, **OPT)
     byte_level().hf.save_pretrained(folder)
     parser = argparse.ArgumentParser()
@@ -550,7 +550,7 @@ def test_the_benchmark_runs_with_the_flags_of_its_command(tmp_path, capsys, debu
         flexllmgen.run_flexllmgen(parser.parse_args([*flags.split(), "--percent", "100"]))
 
 
-def test_the_command_of_the_benchmark_reports_errors_in_one_line(monkeypatch, capsys, tmp_path):
+def test_benchmark_command_reports_errors_in_one_line(monkeypatch, capsys, tmp_path):
     flags = f"x --model {tmp_path}/none --offload-dir {tmp_path}"
     monkeypatch.setattr(sys, "argv", flags.split())
     with pytest.raises(SystemExit) as end:
@@ -579,13 +579,13 @@ def test_the_command_of_the_benchmark_reports_errors_in_one_line(monkeypatch, ca
     ],
     ids=lambda value: str(value) if isinstance(value, str | dict) else "x",
 )
-def test_compressions_that_are_refused_by_name_where_they_are_used(kind, changes, said):
-    named = f"comp_{kind}_config"
+def test_unsupported_compression_is_rejected_only_where_enabled(kind, changes, said):
+    field = f"comp_{kind}_config"
     config = config4(**changes)
-    with pytest.raises(ValueError, match=f"{named}.{said}"):
-        policy(**{f"compress_{kind}": True, named: config})
-    policy(**{f"compress_{kind}": False, named: config})
-    off = policy(**{f"compress_{kind}": True, named: config4(**changes, enabled=False)})
+    with pytest.raises(ValueError, match=f"{field}.{said}"):
+        policy(**{f"compress_{kind}": True, field: config})
+    policy(**{f"compress_{kind}": False, field: config})
+    off = policy(**{f"compress_{kind}": True, field: config4(**changes, enabled=False)})
     assert options_of(off, None) == options_of(policy(), None)
 
 
@@ -600,12 +600,12 @@ def test_compressions_that_are_refused_by_name_where_they_are_used(kind, changes
     ],
     ids=str,
 )
-def test_configs_that_are_refused_by_name(changes):
+def test_invalid_compression_configs_are_rejected(changes):
     with pytest.raises(InvalidRequest, match=next(iter(changes))):
         config4(**changes)
 
 
-def test_compressions_are_the_houses():
+def test_compression_maps_to_quantization_and_kv_dtype():
     settings = policy(
         compress_weight=True,
         comp_weight_config=config4(num_bits=8, group_size=128),
@@ -620,13 +620,15 @@ def test_compressions_are_the_houses():
         assert options_of(policy(compress_weight=True), None)["quantization"] == Quantization(4, 64)
         assert options_of(policy(compress_cache=True), None)["kv_dtype"] == "int4"
         policy(comp_weight_config=config4(group_dim=0))  # not used
-    with pytest.warns(UserWarning, match=r"comp_weight_config.group_dim=0 is read as 1") as caught:
+    with pytest.warns(
+        UserWarning, match=r"comp_weight_config.group_dim=0 is treated as 1"
+    ) as caught:
         policy(compress_weight=True, comp_weight_config=config4(group_dim=0))
     assert len(caught) == 1
 
 
 @pytest.mark.parametrize("weights", [False, True], ids=["cache", "weights"])
-def test_compression_runs_and_gives_the_tokens_of_the_same_llm(folder, weights):
+def test_compression_generates_same_tokens_as_equivalent_llm(folder, weights):
     settings = policy(compress_weight=weights, compress_cache=not weights)
     same = dict(quantization="int4") if weights else dict(kv_dtype="int4")
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -639,16 +641,16 @@ def test_compression_runs_and_gives_the_tokens_of_the_same_llm(folder, weights):
         assert (info["quantization"] or {}).get("format") == ("int4-g64-head8" if weights else None)
 
 
-def test_the_way_to_fewer_keys_that_the_refusal_names(folder):
+def test_opt_lm_runs_on_llm_with_attention_top_k(folder):
     placement = Offload(weights=(0, 0, 100), attention_top_k=64, policy=None)
     with LLM(folder, placement=placement, kv_memory="4MB") as llm:
         assert OptLM(llm).generate(ROWS, 4).shape == (5, WIDTH + 4)
 
 
-# ---- which model
+# ---- finding the model
 
 
-def test_where_a_name_is_looked_for(tmp_path, folder):
+def test_model_name_lookup_order(tmp_path, folder):
     root = tmp_path / "weights"
     whole, short = root / "facebook" / "opt-125m", root / "opt-125m"
     for place in (root, whole, short):
@@ -669,7 +671,7 @@ def test_where_a_name_is_looked_for(tmp_path, folder):
     assert find_model("opt-30b", None) == "facebook/opt-30b"
 
 
-def test_folders_that_are_refused(tmp_path, folder):
+def test_invalid_model_paths_are_rejected(tmp_path, folder):
     with pytest.raises(ModelError, match=r"no model 'mine' in .*nowhere, which doesn't exist"):
         find_model("mine", tmp_path / "nowhere")
     with pytest.raises(InvalidRequest, match="is not used: config="):
@@ -687,20 +689,20 @@ def test_folders_that_are_refused(tmp_path, folder):
         OptLM(str(tmp_path / "nowhere"))
 
 
-def test_a_name_and_a_config_must_be_the_models(folder, tmp_path):
+def test_config_that_does_not_match_model_is_rejected(folder, tmp_path):
     (tmp_path / "opt-125m").symlink_to(folder)
-    with pytest.raises(InvalidRequest, match=r"opt-125m has num_hidden_layers=12, and .* has 3"):
+    with pytest.raises(InvalidRequest, match=r"opt-125m has num_hidden_layers=12, but .* has 3"):
         OptLM("facebook/opt-125m", path=tmp_path, policy=policy())
     toy = dict(num_hidden_layers=3, hidden_size=64, n_head=4)
-    said = get_opt_config("opt-125m", **toy, ffn_embed_dim=96, max_seq_len=256)
-    with pytest.raises(InvalidRequest, match=r"vocab_size=50272, and .* has 128"):
-        OptLM(said, path=tmp_path, policy=policy())
-    said = get_opt_config("opt-125m", **toy, ffn_embed_dim=96, max_seq_len=256, vocab_size=128)
-    with OptLM(said, path=tmp_path, policy=policy()) as model:
+    config = get_opt_config("opt-125m", **toy, ffn_embed_dim=96, max_seq_len=256)
+    with pytest.raises(InvalidRequest, match=r"vocab_size=50272, but .* has 128"):
+        OptLM(config, path=tmp_path, policy=policy())
+    config = get_opt_config("opt-125m", **toy, ffn_embed_dim=96, max_seq_len=256, vocab_size=128)
+    with OptLM(config, path=tmp_path, policy=policy()) as model:
         assert model.generate([[3]], 1).shape == (1, 2)
 
 
-def test_configs_by_name():
+def test_get_opt_config_returns_config_by_name():
     big = get_opt_config("facebook/opt-iml-max-30b")
     assert (big.name, big.num_hidden_layers, big.n_head) == ("opt-iml-max-30b", 48, 56)
     assert (big.hidden_size, big.input_dim, big.ffn_embed_dim) == (7168, 7168, 28672)
@@ -710,7 +712,7 @@ def test_configs_by_name():
     assert (
         small.cache_bytes(4, 512) == 2 * 12 * small.hidden_bytes(4, 512) == 24 * 4 * 512 * 768 * 2
     )
-    with pytest.raises(ValueError, match="no OPT model is called 'opt-31b'; there are opt-125m"):
+    with pytest.raises(ValueError, match="there is no OPT model 'opt-31b'; known are opt-125m"):
         get_opt_config("opt-31b")
     with pytest.raises(InvalidRequest, match="name=3"):
         get_opt_config(3)
@@ -727,7 +729,7 @@ def test_configs_by_name():
     ],
     ids=str,
 )
-def test_constructor_arguments_that_are_refused_by_name(folder, arguments, said):
+def test_invalid_constructor_arguments_are_rejected(folder, arguments, said):
     with pytest.raises(InvalidRequest, match=said):
         OptLM(**{"config": folder, **arguments})
 
@@ -735,7 +737,7 @@ def test_constructor_arguments_that_are_refused_by_name(folder, arguments, said)
 # ---- open engines, and closing
 
 
-def test_an_open_llm_serves_and_stays_open(folder, greedy):
+def test_closing_opt_lm_leaves_given_llm_open(folder, greedy):
     with LLM(folder, kv_memory="4MB") as llm:
         with OptLM(llm) as model:
             assert model.llm is llm and model.num_gpu_batches is None
@@ -748,7 +750,7 @@ def test_an_open_llm_serves_and_stays_open(folder, greedy):
                 OptLM(llm, **{name: value})
 
 
-def test_a_live_module_serves_in_place():
+def test_opt_lms_of_one_live_module_share_an_engine():
     module = make_toy("opt", **OPT)
     model = OptLM(module)
     assert OptLM(module).llm is model.llm
@@ -762,8 +764,8 @@ def readers():
     return sum(thread.name.startswith("verbatim-weights") for thread in threading.enumerate())
 
 
-def test_its_engine_ends_with_close_and_with_itself(folder):
-    gc.collect()  # what other tests have left
+def test_engine_is_closed_by_delete_all_weights_and_garbage_collection(folder):
+    gc.collect()  # threads left by other tests
     before = readers()
     model = OptLM(folder, policy=policy())
     assert readers() > before
@@ -779,14 +781,14 @@ def test_its_engine_ends_with_close_and_with_itself(folder):
     assert gone() is None and readers() == before
 
 
-def test_without_a_policy_the_house_chooses(folder, greedy):
+def test_without_policy_default_offload_is_used(folder, greedy):
     with OptLM(folder) as model:
         assert (model.generate(ROWS, 12)[:, WIDTH:] == greedy).all()
         assert model.llm.engine.runner.offload == Offload()
         assert model.config.num_hidden_layers == 3
 
 
-def test_a_row_that_somebody_else_ended_is_an_error(folder, monkeypatch):
+def test_row_aborted_from_outside_raises_request_failed(folder, monkeypatch):
     with OptLM(folder, policy=policy()) as model:
         lap = Clock.lap
 
@@ -796,12 +798,12 @@ def test_a_row_that_somebody_else_ended_is_an_error(folder, monkeypatch):
             return lap(clock)
 
         monkeypatch.setattr(Clock, "lap", lap_and_abort)
-        with pytest.raises(RequestFailed, match="row 0 was ended from outside"):
+        with pytest.raises(RequestFailed, match=r"row 0 was ended by close\(\)"):
             model.generate(ROWS[:2], 6)
 
 
 @pytest.mark.slow
-def test_a_program_may_end_without_closing(folder):
+def test_program_exits_cleanly_without_close(folder):
     script = f"""
 from verbatim.compat.flexllmgen import OptLM, Policy
 model = OptLM({folder!r}, policy=Policy(2, 2, 0, 0, 0, 0, 0, 0))
@@ -812,7 +814,7 @@ print(model.generate([[3, 4]], 2).shape)
     assert (done.returncode, done.stdout, done.stderr) == (0, "(1, 4)\n", "")
 
 
-# ---- timings, and what is said
+# ---- timings and log output
 
 
 def row(tokens, computed):
@@ -821,9 +823,9 @@ def row(tokens, computed):
     )
 
 
-def test_a_step_is_prefill_while_some_prompt_is_computed(monkeypatch):
+def test_step_counts_as_prefill_while_any_prompt_is_computed(monkeypatch):
     now, spent = [0.0], [(0.0, 0.0, 0.0)]
-    monkeypatch.setattr("verbatim.compat.flexllmgen.timings.perf_counter", lambda: now[0])
+    monkeypatch.setattr("verbatim.compat.flexllmgen.model.perf_counter", lambda: now[0])
     requests = [row(0, 0), row(0, 0)]
     clock = Clock(requests, lambda: spent[0])
 
@@ -835,12 +837,12 @@ def test_a_step_is_prefill_while_some_prompt_is_computed(monkeypatch):
         requests[:] = [row(*each) for each in rows]
         return clock.lap()
 
-    assert lap(1.0, (1, 8), (0, 4)) == 1  # the first row's token, and a piece of the other's prompt
-    assert lap(2.0, (2, 9), (0, 8)) == 1  # the rest of it, beside decoding
+    assert lap(1.0, (1, 8), (0, 4)) == 1  # first token of row 0, a prompt chunk of row 1
+    assert lap(2.0, (2, 9), (0, 8)) == 1  # rest of row 1's prompt, while row 0 decodes
     assert lap(4.0, (3, 10), (1, 12)) == 2
     assert lap(8.0, (4, 11), (2, 13)) == 2
-    assert lap(16.0, (4, 0), (3, 14)) == 1  # an eviction
-    assert lap(32.0, (4, 11), (3, 14)) == 0  # its end, without a token
+    assert lap(16.0, (4, 0), (3, 14)) == 1  # row 0 was preempted
+    assert lap(32.0, (4, 11), (3, 14)) == 0  # row 0 is recomputed, without a new token
     found = clock.timings
     assert found.costs == [1.0, 2.0, 4.0, 8.0, 48.0]
     assert (found.prefill.num_steps, found.prefill.wall_s) == (3, 7.0)
@@ -851,7 +853,7 @@ def test_a_step_is_prefill_while_some_prompt_is_computed(monkeypatch):
     assert found.projected_s == pytest.approx((7.0 + 56.0 * 2) * 2)
 
 
-def test_what_is_said_at_each_level(opened, capfd):
+def test_log_output_at_each_verbosity_level(opened, capfd):
     opened.generate(ROWS, 3)
     assert capfd.readouterr() == ("", "")
     opened.generate(ROWS[:4], 3, debug_mode="breakdown")
@@ -869,6 +871,3 @@ def test_what_is_said_at_each_level(opened, capfd):
     lines = capfd.readouterr().err.splitlines()
     assert "4 of 5 rows" in lines[0] and len(lines) == 1 + 5 + 2 + 1
     assert re.search(r"step 5: [\d.]+ s, 4 tokens$", lines[5]) and "an estimate" in lines[-1]
-
-
-# ---- the page, the names

@@ -1,4 +1,4 @@
-"""The KempnerForge door, and the runner for modules that take `kv_caches`."""
+"""The KempnerForge API, and the runner for modules that take `kv_caches`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from verbatim import (
     SamplingParams,
     UnsupportedModel,
 )
+from verbatim.api.tensors import engine_of
 from verbatim.compat.kempnerforge import KVCache, generate, sample
 from verbatim.errors import ModelChanged
-from verbatim.tensors import engine_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, seed=0)
 
@@ -50,7 +50,7 @@ def caches_for(module, rows, length):
 
 
 def by_hand(module, prompt, steps, draw):
-    """A loop of one's own: `draw(logits, position)` picks the ids."""
+    """Generate in a manual loop, in which `draw(logits, position)` picks the ids."""
     caches = caches_for(module, len(prompt), prompt.shape[1] + steps)
     rows = prompt
     with torch.no_grad():
@@ -63,11 +63,11 @@ def by_hand(module, prompt, steps, draw):
     return rows
 
 
-# ---- what KempnerForge's own unit tests of generation hold, beside what is below
+# ---- KempnerForge's own unit tests of generation, as far as the tests below don't cover them
 
 
 class TestCache:
-    def test_later_rows_stand_behind_earlier_ones(self):
+    def test_update_appends_new_rows(self):
         cache = KVCache(2, 16, 3, 8, torch.float32, torch.device("cpu"))
         first, second = torch.randn(2, 2, 3, 5, 8), torch.randn(2, 2, 3, 1, 8)
         k, v = cache.update(*first)
@@ -78,18 +78,18 @@ class TestCache:
 
 
 class TestSample:
-    def test_top_k_of_one_leaves_the_likeliest(self):
+    def test_top_k_keeps_k_likeliest_ids(self):
         logits = torch.full((1, 100), -100.0)
         logits[0, [42, 7, 99]] = torch.tensor([2.0, 1.9, 1.8])
         assert {sample(logits, top_k=1).item() for _ in range(30)} == {42}
         assert {sample(logits, top_k=2).item() for _ in range(100)} == {42, 7}
 
-    def test_a_higher_temperature_spreads_the_draws(self):
+    def test_higher_temperature_spreads_draws(self):
         logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).expand(400, 4)
         cold, warm = (sample(logits, t, seed=3, position=0) for t in (0.1, 10.0))
         assert (cold == 3).all() and set(warm.tolist()) == {0, 1, 2, 3}
 
-    def test_one_id_for_each_row(self):
+    def test_sample_returns_one_id_per_row(self):
         tokens = sample(torch.randn(8, 64))
         assert tokens.shape == (8,) and tokens.dtype == torch.int64
         assert tokens.min() >= 0 and tokens.max() < 64
@@ -97,24 +97,24 @@ class TestSample:
 
 class TestGenerate:
     @pytest.mark.parametrize("kv_heads", [1, 3, 6])
-    def test_grouped_heads(self, kv_heads):
+    def test_grouped_query_attention_matches_manual_loop(self, kv_heads):
         toy = kempner_toy(n_kv_heads=kv_heads)
         out = generate(toy, prompts_of(1, 5), 8, temperature=0)
         greedy = by_hand(toy, prompts_of(1, 5), 8, lambda x, _: x.argmax(-1))
         assert torch.equal(out, greedy)
 
-    def test_over_max_seq_len_is_a_value_error_with_the_numbers(self, toy):
+    def test_exceeding_max_seq_len_raises_value_error_with_lengths(self, toy):
         with pytest.raises(ValueError, match="exceeds model max_seq_len") as caught:
             generate(toy, prompts_of(1, 50), 20, temperature=0)
         assert isinstance(caught.value, PromptTooLong)
         assert all(number in str(caught.value) for number in ("50", "20", "70", "64"))
 
 
-# ---- the sceptical user's
+# ---- sampling, limits and arguments
 
 
 @pytest.mark.parametrize("filters", [{}, dict(temperature=0.8, top_k=20, top_p=0.9)])
-def test_a_loop_by_hand_equals_generate(toy, filters):
+def test_manual_sample_loop_equals_generate(toy, filters):
     prompt = prompts_of(3, 6)
     prompt[1] = prompt[0]
     out = generate(toy, prompt, 9, **filters, seed=71)
@@ -134,17 +134,17 @@ def test_a_loop_by_hand_equals_generate(toy, filters):
         (1.0, 1.0, {0, 1, 2}),
     ],
 )
-def test_top_p_after_temperature_keeps_what_reaches_it(top_p, temperature, kept):
+def test_top_p_is_applied_after_temperature(top_p, temperature, kept):
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(300, 3)
     drawn = sample(logits, temperature, top_p=top_p, seed=5, position=0)
     assert set(drawn.tolist()) == kept
 
 
-def test_top_p_of_zero_keeps_one_id_of_equal_ones():
+def test_top_p_0_keeps_one_of_equally_likely_ids():
     assert set(sample(torch.zeros(50, 7), top_p=0, seed=1, position=0).tolist()) == {0}
 
 
-def test_rows_end_at_their_own_eos_and_are_filled_with_it():
+def test_rows_stop_at_their_own_eos_and_are_padded_with_it():
     chain = Chain()
     prompt = torch.tensor([[1, 2, 18], [3, 4, 11], [5, 6, 18]])
     out = generate(chain, prompt, 40, temperature=0, eos_token_id=20)
@@ -156,7 +156,7 @@ def test_rows_end_at_their_own_eos_and_are_filled_with_it():
         assert out[row, 3 : 3 + len(alone)].tolist() == alone.tolist()
 
 
-def test_kv_bytes_are_what_the_caches_take(toy):
+def test_reported_kv_bytes_match_cache_sizes(toy):
     c = toy.config
     with LLM(toy, kv_memory="1MB") as llm:
         info = llm.info()
@@ -168,22 +168,22 @@ def test_kv_bytes_are_what_the_caches_take(toy):
     assert info["architecture"] == "Toy" and info["max_length_from"] == "max_seq_len"
 
 
-def test_as_many_forwards_as_tokens(toy):
+def test_each_row_runs_one_forward_per_token(toy):
     prompt = prompts_of(3, 6)
-    generate(toy, prompt, 1)  # opens it
+    generate(toy, prompt, 1)  # opens the engine
     toy.calls.clear()
     generate(toy, prompt, 7)
     assert toy.calls == [(1, 1)] * 3 * (6 + 6)
 
 
-def test_one_prompt_or_many(toy):
+def test_generate_accepts_single_prompt_or_batch(toy):
     prompt = prompts_of(1, 6)
     one = generate(toy, prompt[0], 5, seed=2)
     assert one.shape == (11,) and torch.equal(one, generate(toy, prompt, 5, seed=2)[0])
     assert generate(toy, prompt.int(), 2).dtype == torch.int64
 
 
-def test_sample_draws_from_torchs_generator_unless_it_is_greedy(toy):
+def test_sample_uses_torch_rng_unless_greedy(toy):
     prompt, loops = prompts_of(1, 6).expand(4, 6), []
     for _ in range(2):
         torch.manual_seed(41)
@@ -194,13 +194,13 @@ def test_sample_draws_from_torchs_generator_unless_it_is_greedy(toy):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_greedy_runs_no_filter():
+def test_greedy_ignores_top_k_and_top_p():
     logits = torch.tensor([[1.0, 3.0, 2.0], [3.0, 3.0, -math.inf]])
     assert sample(logits, 0, top_k=1, top_p=0.0).tolist() == [1, 0]
     assert sample(logits, 0, top_k=10**6).tolist() == [1, 0]
 
 
-def test_top_k_over_the_vocabulary_keeps_all(toy):
+def test_top_k_above_vocabulary_size_keeps_all_ids(toy):
     prompt = prompts_of(2, 4)
     expected = generate(toy, prompt, 5, seed=1)
     assert torch.equal(generate(toy, prompt, 5, seed=1, top_k=10**30), expected)
@@ -209,7 +209,7 @@ def test_top_k_over_the_vocabulary_keeps_all(toy):
     assert torch.equal(sample(logits, top_k=10**30, seed=1, position=4), all_of_them)
 
 
-def test_numpys_numbers_are_numbers(toy):
+def test_numpy_scalars_are_accepted(toy):
     prompt = prompts_of(2, 4)
     expected = generate(
         toy, prompt, 5, temperature=0.5, top_k=9, top_p=0.75, eos_token_id=3, seed=1
@@ -252,7 +252,7 @@ def test_numpys_numbers_are_numbers(toy):
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
-def test_what_cannot_be_done_is_refused_before_any_forward(wrong):
+def test_invalid_arguments_are_rejected_before_any_forward(wrong):
     toy = kempner_toy(n_layers=1)
     engine_of(toy)
     toy.calls.clear()
@@ -281,12 +281,12 @@ def test_what_cannot_be_done_is_refused_before_any_forward(wrong):
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
-def test_sample_refuses_what_it_cannot_draw(wrong):
+def test_sample_rejects_invalid_arguments(wrong):
     with pytest.raises(InvalidRequest):
         sample(**{"logits": torch.zeros(2, 3), **wrong})
 
 
-def test_a_full_cache_names_its_room_and_stays_as_it_was():
+def test_cache_overflow_is_rejected_and_leaves_cache_unchanged():
     cache = KVCache(1, 4, 1, 2, torch.float32, "cpu")
     cache.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2))
     before = cache.k.clone()
@@ -311,7 +311,7 @@ def test_a_full_cache_names_its_room_and_stays_as_it_was():
     ids=["complex", "meta", "sparse", "None"],
 )
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_cache_takes_both_or_none(wrong, which):
+def test_invalid_k_or_v_leaves_cache_unchanged(wrong, which):
     cache = KVCache(1, 4, 1, 2)
     new = [torch.ones(1, 1, 2, 2)] * 2
     new[which] = wrong
@@ -320,20 +320,20 @@ def test_a_cache_takes_both_or_none(wrong, which):
     assert cache.seq_len == 0 and not cache.k.any() and not cache.v.any()
 
 
-def test_a_cache_of_integers_takes_no_fractions():
-    with pytest.raises(InvalidRequest, match=r"float32.*become torch.int8"):
+def test_integer_cache_rejects_float_tensors():
+    with pytest.raises(InvalidRequest, match=r"float32.*convertible to torch.int8"):
         KVCache(1, 4, 1, 2, torch.int8).update(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2))
     cache = KVCache(1, 4, 1, 2, torch.bfloat16)
     assert cache.update(*torch.ones(2, 1, 1, 2, 2))[0].dtype == torch.bfloat16
 
 
-def test_memory_that_cannot_be_had_is_refused_by_its_sizes():
+def test_cache_too_large_to_allocate_is_rejected_with_its_shape():
     with pytest.raises(InvalidRequest, match=r"K and V of \[1099511627776, 3, 1099511627776, 4\]"):
         KVCache(2**40, 2**40, 3, 4)
     assert KVCache(np.int64(1), 4, 1, 2).nbytes == 64
 
 
-def test_a_cache_made_in_inference_mode_is_used_outside():
+def test_cache_created_in_inference_mode_can_be_updated_outside():
     with torch.inference_mode():
         cache = KVCache(1, 4, 1, 2)
     assert cache.update(*torch.ones(2, 1, 1, 2, 2))[0].sum() == 4
@@ -342,7 +342,7 @@ def test_a_cache_made_in_inference_mode_is_used_outside():
 # ---- the runner
 
 
-def test_scores_are_the_generated_log_probs_and_those_of_equal_weights_in_a_llama(toy):
+def test_scores_equal_generated_log_probs_and_llama_with_same_weights(toy):
     with LLM(toy, kv_memory="1MB") as ours, LLM(as_llama(toy), kv_memory="1MB") as llama:
         output = ours.generate([[5, 9, 2]], SamplingParams(max_tokens=20, seed=3))[0].outputs[0]
         scores, same = (llm.score([5, 9, 2, *output.token_ids]) for llm in (ours, llama))
@@ -363,8 +363,8 @@ def some_requests():
     ("kind", "dtype"),
     [("llama", "float32"), ("experts", "bfloat16")],
 )
-def test_every_schedule_gives_the_same_bits(kind, dtype):
-    """Alone, batched, chunked, evicted, from cached prefixes, on other threads; `n` and beams among them."""
+def test_every_schedule_gives_same_bits(kind, dtype):
+    """Alone, batched, chunked, preempted, from cached prefixes, with other thread counts, `n` and beams."""
     toy = kempner_toy(dtype=DTYPES[dtype], max_seq_len=128, **KINDS[kind])
     prompts, params = some_requests()
     torch.set_num_threads(2)
@@ -398,7 +398,7 @@ def test_every_schedule_gives_the_same_bits(kind, dtype):
 
 
 @pytest.mark.parametrize("max_seq_len", [1, 2, 3])
-def test_the_shortest_of_limits(max_seq_len):
+def test_max_seq_len_of_1_to_3_is_enforced(max_seq_len):
     toy = kempner_toy(max_seq_len=max_seq_len)
     room = max_seq_len - 1
     assert generate(toy, prompts_of(2, 1), room, seed=1).shape == (2, max_seq_len)
@@ -420,18 +420,18 @@ def test_max_seq_len_is_read_at_every_call(toy):
             llm.generate([[1, 2]], GREEDY)
 
 
-def test_a_limit_that_is_not_the_models_is_named(toy):
+def test_prompt_too_long_names_max_length_of_engine(toy):
     with LLM(toy, max_length=20, kv_memory="1MB") as llm:
         with pytest.raises(PromptTooLong, match=r"max_seq_len=20 \(here: max_length\)"):
             generate(llm, prompts_of(1, 15), 6)
         assert generate(llm, prompts_of(1, 15), 5).shape == (1, 20)
 
 
-# ---- modules that can't be run, and what is done to those that can
+# ---- unsupported and modified modules
 
 
 class Changed(Toy):
-    """Its `change` gets the logits, itself and the tokens, and returns what its forward does."""
+    """Its forward returns `change(self, logits, tokens)`."""
 
     def forward(self, tokens, *, kv_caches):
         return self.change(super().forward(tokens, kv_caches=kv_caches), tokens)
@@ -475,28 +475,28 @@ def wider():
         ),
         (
             changed("Counts", lambda self, logits, tokens: logits + len(self.calls)),
-            "Counts: .*got other logits when run again",
+            "Counts: .*gave other logits when run again",
         ),
         (
             changed("Pairs", lambda self, logits, tokens: (logits, None)),
             r"Pairs: .*returns tuple .* logits \[B, T, V\]",
         ),
-        (Forgets, "Forgets: .*leaves the cache of layer 1 without"),
+        (Forgets, "Forgets: .*did not append the new K and V to the cache of layer 1"),
         (wider, r"Wider: .*puts K \[1, 2, 1, 10\].* whose next rows are \[1, 2, 1, 12\]"),
         (AlwaysCausal, "AlwaysCausal: .*is_causal=True for one query"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_module_that_cannot_be_run_is_refused_when_it_is_opened(make, why):
+def test_unsupported_module_is_rejected_when_opened(make, why):
     with pytest.raises(UnsupportedModel, match=why):
         generate(wider() if make is wider else kempner_toy(cls=make), prompts_of(1, 4), 2)
 
 
-def test_logits_that_depend_on_the_tokens_beside_are_told_of_and_computed_alone():
-    def halve(self, logits, tokens):  # only the first three rows of a forward get a share
+def test_module_whose_logits_depend_on_chunk_warns_and_runs_token_by_token():
+    def halve(self, logits, tokens):  # half the logits after the third token of a forward
         return torch.cat([logits[:, :3], 0.5 * logits[:, 3:]], dim=1)
 
-    with pytest.warns(RuntimeWarning, match="Capacity: its logits in one piece are off by"):
+    with pytest.warns(RuntimeWarning, match="Capacity: its logits for a whole sequence are off by"):
         llm = LLM(kempner_toy(cls=changed("Capacity", halve)), kv_memory="1MB")
     with llm, LLM(kempner_toy(), kv_memory="1MB") as plain:
         prompt = [random_ids(9, 1)]
@@ -505,29 +505,29 @@ def test_logits_that_depend_on_the_tokens_beside_are_told_of_and_computed_alone(
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "bfloat16"])
-def test_another_kv_dtype_is_refused_by_name(toy, kv_dtype):
+def test_kv_dtype_other_than_model_dtype_is_rejected(toy, kv_dtype):
     with pytest.raises(NotSupported, match=f"kv_dtype='{kv_dtype}'.*float32"):
         LLM(toy, kv_dtype=kv_dtype)
     LLM(toy, kv_dtype="float32", kv_memory="1MB").close()
 
 
 @pytest.mark.parametrize("field", ["n_layers", "n_kv_heads", "head_dim", "max_seq_len"])
-def test_a_config_without_a_number_is_refused(toy, field):
+def test_config_without_required_size_is_rejected(toy, field):
     setattr(toy.config, field, None)
     with pytest.raises(UnsupportedModel, match=f"config.{field}=None must be 1 or more"):
         LLM(toy)
 
 
-def test_what_its_forward_hides_is_refused_by_name(toy):
+def test_hidden_states_and_routing_are_rejected_for_own_forward(toy):
     with LLM(toy, kv_memory="1MB") as llm:
         toy.calls.clear()
-        for asked in (dict(hidden_states=True), dict(record_routing=True)):
+        for options in (dict(hidden_states=True), dict(record_routing=True)):
             with pytest.raises(NotSupported, match="Toy is run through its own forward"):
-                llm.generate([[1, 2]], SamplingParams(**asked))
+                llm.generate([[1, 2]], SamplingParams(**options))
         assert toy.calls == []
 
 
-def test_training_flags_survive_an_exception_in_the_forward(toy):
+def test_training_flags_are_restored_after_exception_in_forward(toy):
     generate(toy, prompts_of(1, 4), 1)
     toy.train()
     toy.layers["1"].eval()
@@ -546,7 +546,7 @@ def test_training_flags_survive_an_exception_in_the_forward(toy):
     assert generate(toy, prompts_of(1, 4), 2).shape == (1, 6)
 
 
-def test_the_trial_is_hidden_from_hooks(toy):
+def test_opening_trial_does_not_call_forward_hooks(toy):
     seen = []
     toy.output_head.proj.register_forward_hook(lambda *_: seen.append(1))
     engine_of(toy)
@@ -566,7 +566,7 @@ def test_the_trial_is_hidden_from_hooks(toy):
     ],
     ids=["autocast", "inference mode", "gradients", "device", "meta"],
 )
-def test_the_callers_modes_change_nothing(toy, around):
+def test_torch_modes_of_caller_do_not_change_results(toy, around):
     prompt, logits = prompts_of(2, 5), torch.zeros(2, 9)
     expected = generate(kempner_toy(), prompt, 6, seed=1)
     drawn = sample(logits, seed=1, position=3)
@@ -575,13 +575,13 @@ def test_the_callers_modes_change_nothing(toy, around):
         assert generate(toy, prompt, 3).shape == (2, 8)
         assert torch.equal(sample(logits, seed=1, position=3), drawn)
     assert torch.equal(out, expected) and not out.is_inference() and not out.requires_grad
-    with torch.no_grad():  # weights may be changed now, and are seen
+    with torch.no_grad():  # edits of the weights take effect
         toy.token_embedding["embedding"].weight.mul_(-1)
     assert not torch.equal(generate(toy, prompts_of(2, 5), 6, seed=1), expected)
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in place", "a layer"])
-def test_a_compiled_module_runs_uncompiled_on_the_same_bits(toy, how):
+def test_compiled_module_runs_uncompiled_with_same_tokens(toy, how):
     expected = generate(kempner_toy(), prompts_of(2, 5), 6, seed=1)
     module = toy
 
@@ -597,10 +597,10 @@ def test_a_compiled_module_runs_uncompiled_on_the_same_bits(toy, how):
     assert torch.equal(generate(module, prompts_of(2, 5), 6, seed=1), expected)
 
 
-def test_an_edited_module_is_followed(toy):
+def test_edited_module_gets_new_engine_and_open_llm_raises(toy):
     prompt = prompts_of(1, 5)
     generate(toy, prompt, 3)
-    toy.bfloat16()  # what is stored changed: a new engine
+    toy.bfloat16()  # the dtype changed, so a new engine is opened
     half = kempner_toy(dtype=torch.bfloat16)
     assert torch.equal(generate(toy, prompt, 6, seed=1), generate(half, prompt, 6, seed=1))
     torch.manual_seed(0)
@@ -617,7 +617,7 @@ def test_an_edited_module_is_followed(toy):
     llm.close()
 
 
-def test_an_engine_goes_with_its_module():
+def test_cached_engine_does_not_keep_module_alive():
     toy = kempner_toy()
     generate(toy, prompts_of(1, 4), 2)
     gone = weakref.ref(toy)

@@ -1,4 +1,4 @@
-"""The Megatron door: its five acceptance tests, and what the original gets wrong done right."""
+"""The Megatron API: its five acceptance tests, and regression tests for defects of the original."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ EOD = 2
 
 
 class MegatronTokenizer:
-    """Megatron's kind, around the bytes that the toys know."""
+    """A tokenizer with Megatron's interface, over the byte-level vocabulary of the toys."""
 
     bos, eod = 1, EOD
 
@@ -98,7 +98,7 @@ def run_static(controller, *params, prompts=None):
 
 
 def run_dynamic(controller, requests, step=None):
-    """Step until nothing is left; the samples of each request joined, and every step's answer."""
+    """Step until nothing is left; return the sampled ids of each request, and the result of each step."""
     step = step or controller.generate_output_tokens_dynamic_batch
     for request in requests.values():
         controller.inference_context.add_request(request)
@@ -110,7 +110,7 @@ def run_dynamic(controller, requests, step=None):
 
 
 def join(joined, answer):
-    """Append the samples of a step to those of each request."""
+    """Append the sampled ids of a step to those of each request."""
     pairs = zip(answer["active_request_ids"].tolist(), answer["sample"].tolist(), strict=True)
     for number, token in pairs:
         joined[number].append(token)
@@ -127,17 +127,17 @@ def mixed():
     return [SamplingParams(**fields) for fields in MIXED]
 
 
-# ---- the five of DOORS.md
+# ---- the five acceptance tests
 
 
-def test_stepped_requests_equal_the_static_batch_and_generate(llm, controller):
+def test_dynamic_batch_equals_static_batch_and_generate(llm, controller):
     static = run_static(controller, *mixed())
-    house = [
+    native = [
         HouseParams(temperature=0.0, max_tokens=9, ignore_eos=True),
         HouseParams(temperature=0.8, top_k=30, top_p=0.9, max_tokens=7, seed=11),
         HouseParams(temperature=1.3, max_tokens=12, seed=12),
     ]
-    plain = llm.generate([request.prompt_tokens for request in static], house)
+    plain = llm.generate([request.prompt_tokens for request in static], native)
     counts = {}
 
     def stop(active):
@@ -162,8 +162,8 @@ def test_stepped_requests_equal_the_static_batch_and_generate(llm, controller):
         "active_request_ids", "newly_paused_request_ids", "finished_request_ids", "sample",
         "log_probs", "routing_indices_per_request", "cuda_graph_request_count",
     }  # fmt: skip
-    assert len(steps) == 12  # stepped together
-    # No experts are recorded unless the config says so.
+    assert len(steps) == 12  # all requests advance in each step
+    # Routing is recorded only if the config enables it.
     assert {str(step["routing_indices_per_request"]) for step in steps} == {"None"}
     assert requests[10].routing_indices is controller._router_record_bookkeeping() is None
     assert llm.stats()["blocks_used"] == 0 and llm.stats()["running"] == 0
@@ -172,7 +172,7 @@ def test_stepped_requests_equal_the_static_batch_and_generate(llm, controller):
     assert first[2].item() == pytest.approx(plain[2].outputs[0].logprobs[0])
 
 
-def test_the_worked_examples_of_the_document(controller):
+def test_documented_speculative_decoding_examples(controller):
     controller.num_speculative_tokens = 2
     in_prefill = torch.tensor([0, 0, 0, 1, 1])
     rows = controller._get_required_logit_indices(
@@ -204,8 +204,8 @@ def test_the_worked_examples_of_the_document(controller):
     assert inputs.tolist() == fed
 
 
-def test_no_match_across_two_requests(controller):
-    # b's base token equals what a's last row drew, and its draft what no row of its own drew.
+def test_draft_verification_does_not_match_across_requests(controller):
+    # Request b's base token equals the sample of a's last row; b's draft token matches no sample of its own.
     last, mask, _ = controller._verify_speculative_tokens(
         torch.tensor([5, 7, 8, 9]), torch.tensor([1, 5, 7, 6]), torch.tensor([0, 0]),
         torch.tensor([2, 2]), 2, 0, 2,
@@ -216,7 +216,7 @@ def test_no_match_across_two_requests(controller):
 
 
 @pytest.mark.parametrize("kind", [MegatronTokenizer, SkippingTokenizer])
-def test_only_trailing_eods_go_and_bos_never_doubles(kind):
+def test_only_trailing_eods_are_removed_and_bos_is_not_doubled(kind):
     tokenizer, detokenize = kind(), TextGenerationController.detokenize
     ids = [EOD, *tokenizer.tokenize("quick"), EOD, *tokenizer.tokenize("fox"), EOD, EOD]
     before = list(ids)
@@ -236,7 +236,7 @@ def test_only_trailing_eods_go_and_bos_never_doubles(kind):
     assert tokenize(tokenizer, "fox", add_BOS=True) == [1, *plain]
 
 
-def test_both_kinds_of_tokenizers_agree(hf):
+def test_hugging_face_and_megatron_tokenizers_agree(hf):
     tokenize, detokenize = (
         TextGenerationController.tokenize_prompt,
         TextGenerationController.detokenize,
@@ -246,7 +246,7 @@ def test_both_kinds_of_tokenizers_agree(hf):
     assert detokenize(hf, [*ids, EOD]) == "the fox"
 
 
-def test_a_tokenizer_may_get_its_ids_after_the_controller_has_it(model):
+def test_tokenizer_ids_may_be_set_after_controller_is_created(model):
     class Late(MegatronTokenizer):
         """Its ids are set after the controller is made."""
 
@@ -260,7 +260,7 @@ def test_a_tokenizer_may_get_its_ids_after_the_controller_has_it(model):
     assert text == "".join(parts) == "fox"
 
 
-def test_a_tokenizer_without_bos_is_told_of():
+def test_add_bos_with_tokenizer_without_bos_raises_invalid_request():
     class NoBos(MegatronTokenizer):
         @property
         def bos(self):
@@ -271,7 +271,7 @@ def test_a_tokenizer_without_bos_is_told_of():
         TextGenerationController.tokenize_prompt(NoBos(), "fox", add_BOS=True)
 
 
-def test_padding_is_eod_and_an_eod_in_a_prompt_ends_nothing(controller):
+def test_padding_uses_eod_and_eod_in_prompt_does_not_finish_request(controller):
     prompts = [[5, 6], [7]]
     padded = controller.pad_input_prompt_tokens(prompts, 4, 6)
     assert padded.tolist() == [[5, 6, 2, 2, 2, 2], [7, 2, 2, 2, 2, 2], [2] * 6, [2] * 6]
@@ -300,7 +300,7 @@ def test_padding_is_eod_and_an_eod_in_a_prompt_ends_nothing(controller):
     assert before.tolist() == [0, 0, 3] and lengths.dtype == torch.int32
 
 
-def test_no_tokens_asked_for_gives_the_log_probs_of_ragged_prompts(controller, model):
+def test_zero_new_tokens_return_prompt_log_probs_of_ragged_prompts(controller, model):
     params = SamplingParams(num_tokens_to_generate=0, return_log_probs=True, top_n_logprobs=2)
     done = run_static(controller, params, params)
     for request in done:
@@ -317,10 +317,10 @@ def test_no_tokens_asked_for_gives_the_log_probs_of_ragged_prompts(controller, m
         assert request.generated_length == 0 and request.status is Status.COMPLETED
 
 
-# ---- what a sceptical user tries
+# ---- sampling and limits
 
 
-def test_a_dynamic_batch_draws_what_a_static_one_draws_from_torchs_seed(controller):
+def test_dynamic_and_static_batches_draw_same_tokens_from_torch_seed(controller):
     params = [SamplingParams(num_tokens_to_generate=8, temperature=1.5)] * 3
     torch.manual_seed(41)
     static = [r.generated_tokens.tolist() for r in run_static(controller, *params)]
@@ -341,7 +341,7 @@ def test_greedy_is_top_k_1_or_temperature_0(controller):
 
 
 def test_top_k_and_top_p_work_together(controller, llm):
-    # The original asserts that one of them is off, and its server's default top_p broke every top_k.
+    # The original asserts that one of them is off, so its server's default top_p rejected every top_k.
     logits = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1]])).repeat(300, 1)
     torch.manual_seed(0)
     for top_k, top_p, kept in (
@@ -354,12 +354,12 @@ def test_top_k_and_top_p_work_together(controller, llm):
         assert set(drawn.tolist()) == kept
     params = SamplingParams(top_k=20, top_p=0.8, seed=3, num_tokens_to_generate=6)
     (request,) = run_static(controller, params)
-    house = HouseParams(top_k=20, top_p=0.8, seed=3, max_tokens=6)
-    (result,) = llm.generate([request.prompt_tokens], house)
+    native = HouseParams(top_k=20, top_p=0.8, seed=3, max_tokens=6)
+    (result,) = llm.generate([request.prompt_tokens], native)
     assert request.generated_tokens.tolist() == result.outputs[0].token_ids
 
 
-def test_vocab_size_masks_what_is_beyond(controller):
+def test_vocab_size_masks_ids_beyond_it(controller):
     logits = torch.zeros(200, 8)
     logits[:, 7] = 50.0
     before = logits.clone()
@@ -375,7 +375,7 @@ def test_vocab_size_masks_what_is_beyond(controller):
             controller.sample_from_logits(wrong, SamplingParams(), vocab_size=5)
 
 
-def test_sampling_reports_the_likeliest_by_text(controller, hf):
+def test_sampling_reports_top_n_logprobs_by_text(controller, hf):
     logits = torch.full((2, VOCAB), -5.0)
     logits[0, 40], logits[0, 41], logits[1, 42] = 3.0, 2.0, 1.0
     expected = logits.log_softmax(-1)
@@ -402,7 +402,7 @@ def test_sampling_reports_the_likeliest_by_text(controller, hf):
     assert list(found) == [0] and len(found[0][0]) == 2
 
 
-def test_of_ids_with_one_text_the_likeliest_is_reported(controller, hf):
+def test_top_n_logprobs_keep_likeliest_of_ids_with_same_text(controller, hf):
     same = [i for i in range(VOCAB - 10) if hf.decode([i]) == "\ufffd"][:2]
     logits = torch.full((1, VOCAB), -5.0)
     logits[0, same[0]], logits[0, same[1]] = 3.0, 2.0
@@ -414,7 +414,7 @@ def test_of_ids_with_one_text_the_likeliest_is_reported(controller, hf):
     }
 
 
-def test_a_loop_over_sample_from_logits_draws_what_the_engine_draws(controller, model):
+def test_sample_from_logits_loop_draws_same_tokens_as_engine(controller, model):
     params = SamplingParams(seed=5, num_tokens_to_generate=5, no_early_termination=True)
     (request,) = run_static(controller, params)
     ids = torch.tensor([request.prompt_tokens])
@@ -428,7 +428,7 @@ def test_a_loop_over_sample_from_logits_draws_what_the_engine_draws(controller, 
         controller.sample_from_logits(logits, params)
 
 
-def test_more_tokens_than_fit_are_clamped_with_a_warning(controller, llm):
+def test_num_tokens_above_limit_is_clamped_with_warning(controller, llm):
     params = SamplingParams(top_k=1, num_tokens_to_generate=10_000, no_early_termination=True)
     with pytest.warns(UserWarning, match="10000 tokens .* 256"):
         (request,) = run_static(controller, params, prompts=[random_ids(250, 0)])
@@ -442,11 +442,11 @@ def test_more_tokens_than_fit_are_clamped_with_a_warning(controller, llm):
         run_static(controller, SamplingParams(num_tokens_total=2), prompts=[[5, 6, 7]])
 
 
-# ---- the original's defects
+# ---- defects of the original
 
 
 def ascii_stop(text, at=3):
-    """Some letters of a text, to stop at."""
+    """Return two adjacent ASCII letters or digits of a text, to use as a stop word."""
     found = [
         i
         for i in range(at, len(text) - 1)
@@ -461,7 +461,7 @@ def free_run(controller, **fields):
     return run_static(controller, params)[0]
 
 
-def test_a_stop_word_cuts_the_text_and_nothing_else(controller):
+def test_stop_word_is_cut_from_text_but_not_from_tokens_and_log_probs(controller):
     fields = dict(seed=4, return_log_probs=True, top_n_logprobs=3)
     free = free_run(controller, **fields)
     stop = ascii_stop(free.generated_text)
@@ -480,8 +480,8 @@ def test_a_stop_word_cuts_the_text_and_nothing_else(controller):
 
 
 @pytest.mark.parametrize("draft", [None, "ngram"])
-def test_experts_are_recorded_in_steps_and_requests_also_after_evictions(draft):
-    """Preempted, drafted and stopped requests report the experts of the plain forward."""
+def test_routing_is_recorded_per_step_and_request_across_preemptions(draft):
+    """Preempted, drafted and stopped requests report the same routing as a plain forward."""
     moe = make_toy("qwen3_moe", vocab_size=VOCAB)
     moe.config.moe_enable_routing_replay = True
     prompts = [([7, 8, 9] * 7)[:20], *(random_ids(20, i, high=VOCAB) for i in range(4))]
@@ -490,8 +490,8 @@ def test_experts_are_recorded_in_steps_and_requests_also_after_evictions(draft):
         for i in range(5)
     ]
     with LLM(moe, kv_memory="4MB") as roomy:
-        door = TextGenerationController(roomy)
-        whole = run_static(door, *params, prompts=prompts)
+        text_controller = TextGenerationController(roomy)
+        whole = run_static(text_controller, *params, prompts=prompts)
         size = roomy.info()["kv_bytes_per_token"] * 8 * 17
         record = HouseParams(max_tokens=0, record_routing=True)
         for request in whole:
@@ -507,25 +507,25 @@ def test_experts_are_recorded_in_steps_and_requests_also_after_evictions(draft):
         draft=draft,
         num_draft_tokens=draft and 3,
     ) as tight:
-        door = TextGenerationController(tight)
+        text_controller = TextGenerationController(tight)
         requests = requests_of(*params, prompts=prompts, kind=DynamicInferenceRequest)
-        door.set_stop_word_finished_ids_callback(
+        text_controller.set_stop_word_finished_ids_callback(
             lambda ids: [i for i in ids if i == 11 and len(requests[i].generated_tokens) == 9]
         )
         for request in requests.values():
-            door.inference_context.add_request(request)
-        parts, paused, more = defaultdict(list), set(), True
-        while more:
-            door.inference_context.step()
-            seen = door._router_record_bookkeeping()
-            answer = door.generate_output_tokens_dynamic_batch()
-            more = answer is not None
-            paused |= set(answer["newly_paused_request_ids"].tolist()) if more else set()
-            if more and answer["routing_indices_per_request"]:
-                told = answer["routing_indices_per_request"]
-                assert list(told) == answer["active_request_ids"].tolist() == list(seen)
-                assert all(told[i].equal(seen[i]) for i in told)
-                for number, rows in told.items():
+            text_controller.inference_context.add_request(request)
+        parts, paused, running = defaultdict(list), set(), True
+        while running:
+            text_controller.inference_context.step()
+            seen = text_controller._router_record_bookkeeping()
+            answer = text_controller.generate_output_tokens_dynamic_batch()
+            running = answer is not None
+            paused |= set(answer["newly_paused_request_ids"].tolist()) if running else set()
+            if running and answer["routing_indices_per_request"]:
+                routing = answer["routing_indices_per_request"]
+                assert list(routing) == answer["active_request_ids"].tolist() == list(seen)
+                assert all(routing[i].equal(seen[i]) for i in routing)
+                for number, rows in routing.items():
                     parts[number].append(rows)
         assert tight.stats()["preemptions"] > 0 and paused and paused <= set(requests)
         assert draft is None or tight.stats()["draft"]["accepted"] > 0
@@ -537,7 +537,7 @@ def test_experts_are_recorded_in_steps_and_requests_also_after_evictions(draft):
         assert torch.cat(parts[number]).equal(want)
 
 
-def test_what_a_skipped_prompt_leaves_out_of_static_and_dynamic_requests(controller):
+def test_skip_prompt_log_probs_in_static_and_dynamic_requests(controller):
     prompt = random_ids(50, 3, high=VOCAB)
     params = SamplingParams(
         num_tokens_to_generate=5, seed=1, return_log_probs=True, top_n_logprobs=2,
@@ -546,7 +546,7 @@ def test_what_a_skipped_prompt_leaves_out_of_static_and_dynamic_requests(control
     (static,) = run_static(controller, params, prompts=[prompt])
     assert len(static.prompt_log_probs) == 49 and static.prompt_top_n_logprobs is None
     assert len(static.generated_log_probs) == len(static.generated_top_n_logprobs) == 5
-    # A live module's prefixes are kept while something runs.
+    # Prefixes of a live module stay cached only while a request runs.
     long = SamplingParams(top_k=1, num_tokens_to_generate=20, no_early_termination=True)
     holder = InferenceRequest(request_id=0, prompt_tokens=prompt, sampling_params=long)
     controller.inference_context.add_request(holder)
@@ -562,7 +562,7 @@ def test_what_a_skipped_prompt_leaves_out_of_static_and_dynamic_requests(control
 # ---- fields
 
 
-def test_the_end_of_document_ends_and_stays_in_the_ids(controller):
+def test_termination_id_finishes_request_and_stays_in_tokens(controller):
     free = free_run(controller, seed=4)
     ids = free.generated_tokens.tolist()
     params = SamplingParams(
@@ -577,23 +577,23 @@ def test_the_end_of_document_ends_and_stays_in_the_ids(controller):
     assert request.generated_length == 40
 
 
-def test_detokenize_stop_sequence_keeps_the_eod_also_in_a_stream(llm):
+def test_detokenize_stop_sequence_keeps_eod_text_also_in_streams(llm):
     tokenizer = MegatronTokenizer()
-    door = TextGenerationController(llm, tokenizer)
-    tokenizer.eod = token = free_run(door, seed=4).generated_tokens.tolist()[3]
-    door = TextGenerationController(llm, tokenizer)
+    text_controller = TextGenerationController(llm, tokenizer)
+    tokenizer.eod = token = free_run(text_controller, seed=4).generated_tokens.tolist()[3]
+    text_controller = TextGenerationController(llm, tokenizer)
     params = SamplingParams(num_tokens_to_generate=40, seed=4)
-    (without,) = run_static(door, params)
+    (without,) = run_static(text_controller, params)
     params.detokenize_stop_sequence = True
     requests, stream = requests_of(params), AsyncStream(10, lambda: None)
-    request = door.generate_all_output_tokens_static_batch(requests, {10: stream})[10]
+    request = text_controller.generate_all_output_tokens_static_batch(requests, {10: stream})[10]
     assert request.generated_tokens.tolist() == without.generated_tokens.tolist()
     assert request.generated_tokens.tolist()[-1] == token
     assert request.generated_text == without.generated_text + tokenizer.detokenize([token])
     assert read_texts(stream)[-1] == request.generated_text
 
 
-def test_segments_join_to_the_text(controller):
+def test_segments_join_to_generated_text(controller):
     params = SamplingParams(num_tokens_to_generate=12, seed=4, return_segments=True)
     (request,) = run_static(controller, params)
     assert len(request.generated_segments) == request.generated_length
@@ -607,7 +607,7 @@ def test_segments_join_to_the_text(controller):
     assert parts is None and text == controller.detokenize(controller.tokenizer, ids[:3].tolist())
 
 
-def test_a_batch_is_detokenized_by_its_lengths(controller):
+def test_batch_is_detokenized_by_its_lengths(controller):
     ids = torch.tensor([random_ids(6, 1, high=VOCAB), random_ids(6, 2, high=VOCAB)])
     lengths = torch.tensor([3, 6])
     rows = [controller.detokenize_generations(ids[b], lengths[b], True) for b in range(2)]
@@ -623,7 +623,7 @@ def test_a_batch_is_detokenized_by_its_lengths(controller):
             controller.detokenize_generations(ids, wrong, False)
 
 
-def test_another_tokenizer_takes_effect_everywhere(controller, llm):
+def test_replaced_tokenizer_takes_effect_everywhere(controller, llm):
     class Shouting(MegatronTokenizer):
         def tokenize(self, text):
             return super().tokenize(text.upper())
@@ -650,7 +650,7 @@ def test_another_tokenizer_takes_effect_everywhere(controller, llm):
     assert text == controller.detokenize(other, ids.tolist())
 
 
-def test_a_prompt_may_be_text(controller, hf):
+def test_prompt_may_be_text(controller, hf):
     params = SamplingParams(
         top_k=1, num_tokens_to_generate=3, add_BOS=True, return_prompt_tokens=True
     )
@@ -685,12 +685,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("error", "fields"), REFUSED)
-def test_what_is_not_done_is_refused_by_name(error, fields):
+def test_invalid_sampling_params_are_rejected(error, fields):
     with pytest.raises(error, match=next(iter(fields))):
         SamplingParams(**fields)
 
 
-def test_numbers_of_numpy_and_torch_are_numbers(controller):
+def test_numpy_and_torch_scalars_are_accepted(controller):
     fields = dict(temperature=0.5, top_p=0.25, top_k=3, top_n_logprobs=1, seed=4)
     kinds = (np.float32, np.float64, np.int64, np.int32, torch.tensor)
     theirs = {name: kind(fields[name]) for name, kind in zip(fields, kinds, strict=True)}
@@ -704,7 +704,7 @@ def test_numbers_of_numpy_and_torch_are_numbers(controller):
             SamplingParams(**bad)
 
 
-def test_changed_params_are_checked_when_they_come_in(controller):
+def test_modified_params_are_validated_when_submitted(controller):
     params = SamplingParams()
     params.streaming = True
     with pytest.raises(NotSupported, match="streaming"):
@@ -721,13 +721,13 @@ def test_changed_params_are_checked_when_they_come_in(controller):
         SamplingParams(top_n_logprobs=1, return_prompt_top_n_logprobs=True)
 
 
-def test_params_are_the_same_after_they_were_sent():
+def test_params_survive_serialization():
     for fields in (*MIXED, dict(top_n_logprobs=2, stop_words=["a"], streaming_interval=8)):
         params = SamplingParams(**fields)
         assert SamplingParams.deserialize(params.serialize()) == params
 
 
-def test_requests_that_can_not_be_served_are_refused(controller):
+def test_unsupported_and_invalid_requests_are_rejected(controller):
     add = controller.inference_context.add_request
     with pytest.raises(NotSupported, match="encoder_prompt"):
         add(InferenceRequest(request_id=1, prompt_tokens=[5], encoder_prompt="x"))
@@ -779,11 +779,11 @@ def test_requests_that_can_not_be_served_are_refused(controller):
         controller.sample_from_logits(torch.zeros(1, 4), speed=3)
 
 
-# ---- models and tokenizers of every kind
+# ---- kinds of models and tokenizers
 
 
 @pytest.mark.parametrize("kind", ["wrapper", "megatron tokenizer"])
-def test_every_kind_of_model_gives_the_same(kind, model, llm, hf):
+def test_wrapper_and_megatron_tokenizer_generate_same_results(kind, model, llm, hf):
     params = SamplingParams(
         num_tokens_to_generate=40, seed=4, stop_words=None, no_early_termination=True
     )
@@ -796,23 +796,23 @@ def test_every_kind_of_model_gives_the_same(kind, model, llm, hf):
     )
     given = wrapper if kind == "wrapper" else model
     tokenizer = MegatronTokenizer() if kind == "megatron tokenizer" else hf
-    door = TextGenerationController(given, tokenizer)
-    (request,) = run_static(door, params)
+    text_controller = TextGenerationController(given, tokenizer)
+    (request,) = run_static(text_controller, params)
     assert request.generated_tokens.tolist() == expected.generated_tokens.tolist()
     assert request.generated_text == expected.generated_text
     assert len(request.generated_segments) == request.generated_length
     assert "".join(request.generated_segments) == "".join(expected.generated_segments)
     if kind == "wrapper":
-        assert wrapper.inference_context is door.inference_context
-        assert door.inference_context.max_sequence_length == 50
+        assert wrapper.inference_context is text_controller.inference_context
+        assert text_controller.inference_context.max_sequence_length == 50
         params.stop_words = None
         params.num_tokens_to_generate = 100
         with pytest.warns(UserWarning, match="limit of 50"):
-            assert run_static(door, params)[0].generated_length == 46
+            assert run_static(text_controller, params)[0].generated_length == 46
 
 
 class StepWrapper:
-    """A wrapper of a model with its own protocol, as Megatron's: only its step gives logits."""
+    """A wrapper as Megatron's: only `run_one_forward_step` returns logits."""
 
     def __init__(self, run, **more):
         self._run, self.lengths = run, []
@@ -832,23 +832,23 @@ class StepWrapper:
         return self._run(tokens, position_ids=positions).logits
 
 
-def test_a_wrapper_with_a_step_of_its_own_runs_row_by_row(model, llm, hf):
+def test_wrapper_with_own_forward_step_runs_row_by_row(model, llm, hf):
     wrapper = StepWrapper(model)
-    door = TextGenerationController(wrapper, hf)
+    text_controller = TextGenerationController(wrapper, hf)
     params = SamplingParams(num_tokens_to_generate=12, top_k=1, return_log_probs=True)
     expected = run_static(TextGenerationController(llm, hf), params)
-    requests = run_static(door, params)
+    requests = run_static(text_controller, params)
     for request, same in zip(requests, expected, strict=True):
         assert request.generated_tokens.tolist() == same.generated_tokens.tolist()
         assert request.generated_log_probs == pytest.approx(same.generated_log_probs, abs=1e-4)
-    assert wrapper.inference_context is door.inference_context
-    assert door.inference_context.max_sequence_length == 50
+    assert wrapper.inference_context is text_controller.inference_context
+    assert text_controller.inference_context.max_sequence_length == 50
     assert max(wrapper.lengths) == max(r.prompt_length for r in requests) + 11
-    joined, _ = run_dynamic(door, requests_of(params))
+    joined, _ = run_dynamic(text_controller, requests_of(params))
     assert joined[10] == expected[0].generated_tokens.tolist()
 
 
-def test_the_preparations_of_a_wrapper_are_called_where_it_has_them(model, hf):
+def test_optional_preparation_methods_of_wrapper_are_called(model, hf):
     calls = []
 
     def window(inputs, start, end):
@@ -858,7 +858,7 @@ def test_the_preparations_of_a_wrapper_are_called_where_it_has_them(model, hf):
     plain = StepWrapper(model)
     wrapper = StepWrapper(
         model,
-        model=torch.nn.Linear(1, 1),  # no model that the engine knows
+        model=torch.nn.Linear(1, 1),  # no model that the engine can run
         prep_model_for_inference=lambda prompts_tokens=None: calls.append(prompts_tokens.shape[1]),
         get_batch_for_context_window=window,
     )
@@ -869,32 +869,32 @@ def test_the_preparations_of_a_wrapper_are_called_where_it_has_them(model, hf):
     assert calls[-2:] == [request.prompt_length + 3, (0, request.prompt_length + 3)]
 
 
-def test_a_request_ended_in_its_prefill_reports_no_part_of_its_prompt(model, hf):
+def test_request_reset_during_prefill_reports_no_prompt_log_probs(model, hf):
     with LLM(model, tokenizer=hf, kv_memory="4MB", max_batch_tokens=8) as llm:
-        door = TextGenerationController(llm, hf)
+        text_controller = TextGenerationController(llm, hf)
         params = SamplingParams(num_tokens_to_generate=2, top_k=1, return_log_probs=True)
         request = DynamicInferenceRequest(
             request_id=1, prompt_tokens=random_ids(30, 1), sampling_params=params
         )
-        door.inference_context.add_request(request)
-        answer = door.generate_output_tokens_dynamic_batch()
+        text_controller.inference_context.add_request(request)
+        answer = text_controller.generate_output_tokens_dynamic_batch()
         assert len(answer["active_request_ids"]) == 0 and len(answer["sample"]) == 0
-        door.inference_context.reset()
+        text_controller.inference_context.reset()
         assert request.prompt_log_probs is None and request.generated_log_probs == []
         assert llm.stats()["blocks_used"] == 0
 
 
-def test_without_any_tokenizer_ids_go_in_and_out(model):
+def test_controller_without_tokenizer_generates_ids_only(model):
     with LLM(model, kv_memory="4MB") as llm:
-        door = TextGenerationController(llm)
-        (request,) = run_static(door, SamplingParams(num_tokens_to_generate=3, top_k=1))
+        text_controller = TextGenerationController(llm)
+        (request,) = run_static(text_controller, SamplingParams(num_tokens_to_generate=3, top_k=1))
         assert request.generated_length == 3 and request.generated_text is None
         for fields in (dict(stop_words=["a"]), dict(top_n_logprobs=1), dict(return_segments=True)):
             with pytest.raises(InvalidRequest, match="needs a tokenizer"):
-                run_static(door, SamplingParams(**fields))
+                run_static(text_controller, SamplingParams(**fields))
 
 
-def test_inputs_for_a_loop_of_ones_own(controller):
+def test_prep_inference_input_returns_positions_and_mask(controller):
     tokens = torch.tensor([[5, 6, 7], [7, 8, 9]])
     inputs = controller.prep_inference_input(tokens, {})
     assert inputs["position_ids"].tolist() == [[0, 1, 2], [0, 1, 2]]
@@ -909,7 +909,7 @@ def test_inputs_for_a_loop_of_ones_own(controller):
 # ---- steps
 
 
-def test_skip_bookkeeping_looks_and_changes_nothing(controller, llm):
+def test_skip_bookkeeping_returns_step_without_committing_it(controller, llm):
     expected, _ = run_dynamic(controller, requests_of(*mixed()))
     requests = requests_of(*mixed(), kind=DynamicInferenceRequest)
     for request in requests.values():
@@ -922,16 +922,16 @@ def test_skip_bookkeeping_looks_and_changes_nothing(controller, llm):
 
     joined = {number: [] for number in requests}
     while (seen := peek()) is not None:
-        again, made = peek(), controller.generate_output_tokens_dynamic_batch()
+        again, committed = peek(), controller.generate_output_tokens_dynamic_batch()
         for key in ("active_request_ids", "sample"):
-            assert seen[key].tolist() == again[key].tolist() == made[key].tolist()
+            assert seen[key].tolist() == again[key].tolist() == committed[key].tolist()
         assert len(seen["finished_request_ids"]) == 0
-        join(joined, made)
+        join(joined, committed)
     assert joined == expected and llm.stats()["blocks_used"] == 0
 
 
 @pytest.mark.parametrize("how", ["loop", "running loop", "dummy forwards", "paused"])
-def test_steps_in_every_way_sample_the_same(controller, llm, how):
+def test_every_way_of_stepping_samples_same_tokens(controller, llm, how):
     expected, _ = run_dynamic(controller, requests_of(*mixed()))
     step, calls = controller.generate_output_tokens_dynamic_batch, []
     with contextlib.ExitStack() as stack:
@@ -959,7 +959,7 @@ def test_steps_in_every_way_sample_the_same(controller, llm, how):
     assert len(calls) < 20  # 13 that make a step, and one or two that wait until it is resumed
 
 
-def test_a_step_inside_of_its_own_loop_is_refused(controller):
+def test_synchronous_step_inside_its_event_loop_raises(controller):
     async def inside():
         with pytest.raises(VerbatimError, match="await"):
             controller.generate_output_tokens_dynamic_batch(asyncio.get_running_loop())
@@ -967,14 +967,14 @@ def test_a_step_inside_of_its_own_loop_is_refused(controller):
     asyncio.run(inside())
 
 
-def test_steps_made_by_others_lose_no_token(controller, llm):
+def test_steps_driven_by_other_calls_lose_no_token(controller, llm):
     expected, _ = run_dynamic(controller, requests_of(*mixed()))
     requests = requests_of(*mixed())
     for request in requests.values():
         controller.inference_context.add_request(request)
     before = facts(llm.generate([[9, 8, 7]], HouseParams(max_tokens=30, seed=1))[0])
-    look = controller.async_generate_output_tokens_dynamic_batch(skip_bookkeeping=True)
-    assert asyncio.run(look)["sample"].tolist() == [ids[0] for ids in expected.values()]
+    peek = controller.async_generate_output_tokens_dynamic_batch(skip_bookkeeping=True)
+    assert asyncio.run(peek)["sample"].tolist() == [ids[0] for ids in expected.values()]
     while controller.generate_output_tokens_dynamic_batch() is not None:
         pass
     assert all(r.status is Status.COMPLETED for r in requests.values())
@@ -992,7 +992,7 @@ def test_steps_in_several_threads_lose_no_token(controller, llm):
         other.result()
 
 
-def test_a_request_that_fails_is_named_and_the_others_go_on(controller, llm, monkeypatch):
+def test_failed_forward_fails_all_requests_of_batch(controller, llm, monkeypatch):
     runner = llm.engine.runner
     plain, calls = runner.forward, []
 
@@ -1012,7 +1012,7 @@ def test_a_request_that_fails_is_named_and_the_others_go_on(controller, llm, mon
         run_static(controller, *mixed())
 
 
-def test_requests_may_be_added_while_a_step_is_made(controller):
+def test_requests_may_be_added_during_steps(controller):
     context, total = controller.inference_context, 600
     params = SamplingParams(num_tokens_to_generate=2, top_k=1, no_early_termination=True)
     requests = {
@@ -1037,7 +1037,7 @@ def test_requests_may_be_added_while_a_step_is_made(controller):
     assert len({tuple(ids) for ids in joined.values()}) == 1
 
 
-def test_a_stop_callback_that_raises_loses_no_token(controller):
+def test_raising_stop_callback_loses_no_token(controller):
     expected, _ = run_dynamic(controller, requests_of(*mixed()))
     calls = []
 
@@ -1061,10 +1061,10 @@ def test_a_stop_callback_that_raises_loses_no_token(controller):
     assert sorted(finished.tolist()) == [10, 11, 12]
 
 
-# ---- a request that is used again
+# ---- reused requests
 
 
-def test_a_request_that_is_used_again_keeps_nothing_of_the_last_time(controller):
+def test_reused_request_keeps_no_previous_results(controller):
     full = SamplingParams(
         num_tokens_to_generate=3, return_log_probs=True, return_segments=True, top_n_logprobs=2
     )
@@ -1086,7 +1086,7 @@ def test_a_request_that_is_used_again_keeps_nothing_of_the_last_time(controller)
     assert request.generated_tokens == fresh.generated_tokens and len(request.tpot) == 6
 
 
-def test_text_begins_with_the_prompt_and_without_one_with_that_of_the_ids(controller, hf):
+def test_text_starts_with_prompt_or_with_detokenized_prompt_tokens(controller, hf):
     ids = hf("the lazy dog", add_special_tokens=False)["input_ids"]
     params = SamplingParams(num_tokens_to_generate=2, top_k=1)
     for prompt in ("the lazy dog", "something else", None):
@@ -1113,7 +1113,7 @@ def read_texts(stream):
     return [item.generated_text for item in read(stream)]
 
 
-def test_streams_bring_growing_results_that_end_as_the_request_does(controller):
+def test_streamed_results_grow_to_final_result_of_request(controller):
     expected = run_static(controller, *mixed())
     requests = requests_of(*mixed())
     streams = {11: AsyncStream(11, lambda: None), "12": AsyncStream("12", lambda: None)}
@@ -1142,7 +1142,7 @@ def test_streams_bring_growing_results_that_end_as_the_request_does(controller):
 @pytest.mark.parametrize(
     ("keys", "prompts"), [([99], None), ([10, "10"], None), ([10], [[5], [6], []])]
 )
-def test_the_streams_of_a_refused_batch_end_with_its_error(controller, keys, prompts):
+def test_streams_of_rejected_batch_raise_its_error(controller, keys, prompts):
     requests = requests_of(*mixed(), prompts=prompts)
     streams = {key: AsyncStream(10, lambda: None) for key in keys}
     before = torch.get_rng_state()
@@ -1157,7 +1157,7 @@ def test_the_streams_of_a_refused_batch_end_with_its_error(controller, keys, pro
 
 
 def fail_token(monkeypatch, seed, at):
-    """Let the request with a seed fail when its token number `at` is committed."""
+    """Make the request with `seed` fail at the commit that follows its first `at` tokens."""
     plain = verbatim.engine.engine.commit
 
     def commit(chunk, *rest):
@@ -1170,7 +1170,7 @@ def fail_token(monkeypatch, seed, at):
 
 
 @pytest.mark.parametrize("streamed", [[], [10, 11, 12]])
-def test_one_of_a_static_batch_that_fails_takes_no_other_with_it(controller, monkeypatch, streamed):
+def test_failed_request_of_static_batch_does_not_fail_others(controller, monkeypatch, streamed):
     expected = run_static(controller, *mixed())
     fail_token(monkeypatch, seed=11, at=3)
     requests = requests_of(*mixed())
@@ -1191,8 +1191,8 @@ def test_one_of_a_static_batch_that_fails_takes_no_other_with_it(controller, mon
 
 
 @pytest.mark.parametrize("at", [3, 7])
-def test_text_that_fails_for_one_stream_takes_no_other_request_with_it(llm, at):
-    """A tokenizer that fails at a token in the middle, and at the last one."""
+def test_detokenizer_error_of_one_request_does_not_fail_others(llm, at):
+    """The tokenizer raises at a token in the middle, or at the last one."""
     expected = run_static(TextGenerationController(llm, MegatronTokenizer()), *mixed())
     token = expected[1].generated_tokens.tolist()[at - 1]
 
@@ -1206,9 +1206,9 @@ def test_text_that_fails_for_one_stream_takes_no_other_request_with_it(llm, at):
     for request in requests.values():
         request.sampling_params.return_segments = True
     streams = {number: AsyncStream(number, lambda: None) for number in requests}
-    door = TextGenerationController(llm, Broken())
+    text_controller = TextGenerationController(llm, Broken())
     with pytest.raises(Exception, match="no such text") as raised:
-        door.generate_all_output_tokens_static_batch(requests, streams)
+        text_controller.generate_all_output_tokens_static_batch(requests, streams)
     statuses = [request.status for request in requests.values()]
     assert statuses == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
     assert requests[11].error is raised.value
@@ -1217,12 +1217,12 @@ def test_text_that_fails_for_one_stream_takes_no_other_request_with_it(llm, at):
     with pytest.raises(Exception, match="no such text"):
         read_texts(streams[11])
     requests = requests_of(*mixed(), kind=DynamicInferenceRequest)
-    run_dynamic(door, requests)
+    run_dynamic(text_controller, requests)
     assert [request.failed() for request in requests.values()] == [False, True, False]
     assert llm.stats()["blocks_used"] == 0
 
 
-def test_a_static_batch_that_is_broken_off_keeps_what_was_completed(controller, llm, monkeypatch):
+def test_interrupted_static_batch_keeps_completed_requests(controller, llm, monkeypatch):
     runner, calls = llm.engine.runner, []
     plain = runner.forward
 
@@ -1237,7 +1237,8 @@ def test_a_static_batch_that_is_broken_off_keeps_what_was_completed(controller, 
     with pytest.raises(KeyboardInterrupt):
         controller.generate_all_output_tokens_static_batch(requests, streams)
     assert read_texts(streams[11])[-1] == requests[11].generated_text
-    with pytest.raises(KeyboardInterrupt):
+    # A KeyboardInterrupt would stop the reader's event loop.
+    with pytest.raises(RequestFailed, match="KeyboardInterrupt"):
         read(streams[10])
     statuses = [request.status for request in requests.values()]
     assert statuses == [Status.FAILED, Status.COMPLETED, Status.FAILED]
@@ -1246,7 +1247,7 @@ def test_a_static_batch_that_is_broken_off_keeps_what_was_completed(controller, 
     assert llm.stats()["blocks_used"] == 0
 
 
-def test_a_reader_that_leaves_ends_its_request(controller, llm):
+def test_closing_stream_reader_ends_its_request(controller, llm):
     cancelled = []
 
     async def main():
@@ -1268,7 +1269,7 @@ def test_a_reader_that_leaves_ends_its_request(controller, llm):
     assert llm.stats()["blocks_used"] == 0
 
 
-def test_streams_pass_errors_on_and_keep_to_their_loop():
+def test_streams_propagate_errors_and_reject_other_event_loops():
     stream = AsyncStream(1, lambda: None)
     stream.put("a")
     stream.finish(RuntimeError)
@@ -1293,7 +1294,7 @@ def test_streams_pass_errors_on_and_keep_to_their_loop():
     other.close()
 
 
-def test_stream_tokens_serves_a_loop_of_ones_own(controller, hf):
+def test_stream_tokens_puts_results_into_streams(controller, hf):
     ids = hf("the lazy dog", add_special_tokens=False)["input_ids"]
     params = SamplingParams(num_tokens_to_generate=len(ids), return_segments=True)
     requests = [InferenceRequest(request_id=i, prompt_tokens=[5, 6]) for i in range(3)]
@@ -1318,7 +1319,7 @@ def test_stream_tokens_serves_a_loop_of_ones_own(controller, hf):
     assert item.generated_text == "" and item.generated_log_probs is None
 
 
-def test_a_stream_is_read_item_by_item_and_closed():
+def test_stream_is_read_item_by_item_and_closed():
     async def read():
         cancelled = []
         stream = AsyncStream(7, cancelled.append)
@@ -1338,7 +1339,7 @@ def test_a_stream_is_read_item_by_item_and_closed():
     assert asyncio.run(read()) == [7, 8]
 
 
-def test_no_termination_id_before_min_tokens(controller):
+def test_termination_id_is_suppressed_before_min_tokens(controller):
     params = SamplingParams(top_k=1, num_tokens_to_generate=9, termination_id=-1)
     (free,) = run_static(controller, params)
     params.termination_id = free.generated_tokens.tolist()[2]
@@ -1349,10 +1350,10 @@ def test_no_termination_id_before_min_tokens(controller):
     assert later.generated_length >= 6
 
 
-# ---- the map
+# ---- internal methods of the original
 
 
-def test_steps_of_a_dynamic_batch_one_by_one(controller):
+def test_dynamic_step_methods_called_one_by_one(controller):
     controller._init_dynamic_sampling_tensors()
     with pytest.raises(InvalidRequest, match="no bucket"):
         controller._sample_from_logits_2d(torch.zeros(1, VOCAB))
@@ -1379,7 +1380,7 @@ def test_steps_of_a_dynamic_batch_one_by_one(controller):
     assert controller._dynamic_step_context_bookkeeping() == {}
 
 
-def test_the_number_of_mtp_heads_is_the_configs(controller, llm):
+def test_num_mtp_heads_comes_from_config(controller, llm):
     assert controller._get_mtp_num_heads() == 0
     llm.engine.config.num_mtp_layers = 2
     try:

@@ -1,4 +1,4 @@
-"""The Petals door: its documented calls, equal to transformers' `generate` on the whole of the ids."""
+"""The Petals API: its documented calls, which equal transformers' `generate` on the concatenated ids."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ EOS = 2
 ROWS = torch.tensor([random_ids(7, 1), random_ids(7, 2)])
 FREE = dict(eos_token_id=None)  # nothing ends a row
 
-# The document's examples, of which the import and the model's name are changed.
+# The documented examples, in which the test replaces the import and the model's name.
 SEED = """
 from petals import AutoDistributedModelForCausalLM
 from transformers import AutoTokenizer
@@ -89,7 +89,7 @@ def model(toy: Any) -> Iterator[DistributedModelForCausalLM]:
 
 
 def alike(mine: torch.Tensor, theirs: torch.Tensor, eos: int = EOS) -> bool:
-    """The same ids through the first end of sequence; a beam search there fills with that, here with pads."""
+    """Whether the ids are equal through the first EOS; after it transformers' beams have EOS, these pads."""
     new = (mine == eos).cumsum(1) - (mine == eos).long() > 0
     return mine.shape == theirs.shape and bool((mine == theirs)[~new].all())
 
@@ -98,10 +98,10 @@ def theirs(toy: Any, ids: torch.Tensor, **kwargs: Any) -> Any:
     return toy.generate(ids, attention_mask=torch.ones_like(ids), **kwargs)
 
 
-# ---- the document
+# ---- documented calls
 
 
-def test_the_seeds_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     scope: dict[str, Any] = {}
     text = SEED.replace("from petals", "from verbatim.compat.petals")
     torch.manual_seed(41)
@@ -149,7 +149,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_parameters_do_what_they_do_in_transformers(name: str, model: Any, toy: Any) -> None:
+def test_generation_parameters_match_transformers(name: str, model: Any, toy: Any) -> None:
     kwargs = PARAMETERS[name]
     eos = EOS if name not in ("min_new_tokens", "min_length") else 47
     mine = model.generate(ROWS, max_length=23, **kwargs)
@@ -159,7 +159,7 @@ def test_parameters_do_what_they_do_in_transformers(name: str, model: Any, toy: 
     assert mine.shape[1] <= 23 and not mine.is_inference()
 
 
-def test_a_length_of_the_call_wins_over_its_config(model: Any) -> None:
+def test_length_of_call_overrides_generation_config(model: Any) -> None:
     config = GenerationConfig(max_new_tokens=9, eos_token_id=EOS)
     assert model.generate(ROWS, generation_config=config, **FREE).shape == (2, 16)
     assert model.generate(ROWS, config, max_length=None, **FREE).shape == (2, 16)
@@ -170,7 +170,7 @@ def test_a_length_of_the_call_wins_over_its_config(model: Any) -> None:
         model.generate(ROWS, config)
 
 
-def test_sampling_repeats_by_seed_and_row(model: Any) -> None:
+def test_sampling_is_reproducible_by_seed_and_row(model: Any) -> None:
     same = ROWS[:1].repeat(4, 1)
     draw = dict(max_new_tokens=12, do_sample=True, **FREE)
     torch.manual_seed(41)
@@ -189,35 +189,35 @@ def test_sampling_repeats_by_seed_and_row(model: Any) -> None:
     assert model.generate(ROWS, seed=3, **draw)[0, 7:].tolist() == wanted
 
 
-def test_default_draws_come_from_the_50_likeliest(model: Any, toy: Any) -> None:
-    made = model.generate(
+def test_default_sampling_draws_from_top_50(model: Any, toy: Any) -> None:
+    outputs = model.generate(
         ROWS[:1], max_new_tokens=1, do_sample=True, temperature=20.0, num_return_sequences=2000
     )
-    drawn = set(made[:, -1].tolist())
-    assert made.shape == (2000, 8) and 40 < len(drawn) <= 50
+    drawn = set(outputs[:, -1].tolist())
+    assert outputs.shape == (2000, 8) and 40 < len(drawn) <= 50
     assert drawn <= set(toy(ROWS[:1]).logits[0, -1].topk(50).indices.tolist())
 
 
-def test_outputs_with_scores_are_those_of_transformers(model: Any, toy: Any) -> None:
-    wish = dict(max_new_tokens=9, return_dict_in_generate=True, no_repeat_ngram_size=2)
-    wish |= dict(output_scores=True, output_logits=True, eos_token_id=[EOS, 50])
-    mine, other = model.generate(ROWS, **wish), theirs(toy, ROWS, **wish)
+def test_output_scores_match_transformers(model: Any, toy: Any) -> None:
+    options = dict(max_new_tokens=9, return_dict_in_generate=True, no_repeat_ngram_size=2)
+    options |= dict(output_scores=True, output_logits=True, eos_token_id=[EOS, 50])
+    mine, other = model.generate(ROWS, **options), theirs(toy, ROWS, **options)
     assert torch.equal(mine.sequences, other.sequences)
-    made = mine.sequences[:, 7:]
+    new_ids = mine.sequences[:, 7:]
     going = torch.ones(2, dtype=torch.bool)
-    for step, name in ((s, n) for s in range(made.shape[1]) for n in ("scores", "logits")):
+    for step, name in ((s, n) for s in range(new_ids.shape[1]) for n in ("scores", "logits")):
         here, there = getattr(mine, name)[step], getattr(other, name)[step]
         assert here.shape == (2, 128) and here.dtype == torch.float32
         assert torch.allclose(here[going], there[going], atol=1e-4)
-        assert here.argmax(1).tolist() == made[:, step].tolist() or name == "logits"
+        assert here.argmax(1).tolist() == new_ids[:, step].tolist() or name == "logits"
         if name == "logits":
-            going &= ~torch.isin(made[:, step], torch.tensor([EOS, 50]))
-    assert len(mine.scores) == len(mine.logits) == made.shape[1]
+            going &= ~torch.isin(new_ids[:, step], torch.tensor([EOS, 50]))
+    assert len(mine.scores) == len(mine.logits) == new_ids.shape[1]
     assert isinstance(mine.past_key_values, RemotePastKeyValues)
     assert mine.past_key_values.get_seq_length() == mine.sequences.shape[1]
     beams = model.generate(ROWS, max_new_tokens=6, num_beams=3, return_dict_in_generate=True)
-    wish = dict(max_new_tokens=6, num_beams=3, return_dict_in_generate=True, output_scores=True)
-    assert torch.allclose(beams.sequences_scores, theirs(toy, ROWS, **wish).sequences_scores)
+    options = dict(max_new_tokens=6, num_beams=3, return_dict_in_generate=True, output_scores=True)
+    assert torch.allclose(beams.sequences_scores, theirs(toy, ROWS, **options).sequences_scores)
 
 
 # ---- over stages
@@ -241,9 +241,9 @@ def test_bloom_over_two_stages_equals_transformers(tmp_path: Path) -> None:
             dict(logits_processor=LogitsProcessorList([lift])),
             dict(num_beams=5, logits_processor=[lift, NoRepeatNGramLogitsProcessor(2)]),
         ):
-            wish = dict(max_new_tokens=10, return_dict_in_generate=True, **kwargs)
-            made = model.generate(ROWS, **wish).sequences
-            assert alike(made, theirs(hf, ROWS, **wish).sequences)
+            options = dict(max_new_tokens=10, return_dict_in_generate=True, **kwargs)
+            outputs = model.generate(ROWS, **options).sequences
+            assert alike(outputs, theirs(hf, ROWS, **options).sequences)
         with model.inference_session(max_length=64, seed=5):
             one = model.generate(ROWS, max_new_tokens=3, do_sample=True, **FREE)
             serving(model.llm)[1].kill()
@@ -257,15 +257,17 @@ def test_bloom_over_two_stages_equals_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("ends", [False, True], ids=["free", "ends"])
-def test_calls_that_go_on_equal_one_call(model: Any, do_sample: bool, ends: bool) -> None:
-    wish = dict(do_sample=do_sample, repetition_penalty=1.2, no_repeat_ngram_size=3)
-    free = model.generate(ROWS, max_new_tokens=8, seed=5, **FREE, **wish)
+def test_continued_session_calls_equal_one_call(model: Any, do_sample: bool, ends: bool) -> None:
+    options = dict(do_sample=do_sample, repetition_penalty=1.2, no_repeat_ngram_size=3)
+    free = model.generate(ROWS, max_new_tokens=8, seed=5, **FREE, **options)
     eos = int(free[0, 7 + 3]) if ends else None
-    whole = model.generate(ROWS, max_new_tokens=8, seed=5, eos_token_id=eos, **wish)
+    whole = model.generate(ROWS, max_new_tokens=8, seed=5, eos_token_id=eos, **options)
     assert ends == bool((whole[0, 11:] == 0).all())
     with model.inference_session(max_length=16, seed=5) as session:
         parts = [
-            model.generate(ROWS if n == 0 else None, max_new_tokens=new, eos_token_id=eos, **wish)
+            model.generate(
+                ROWS if n == 0 else None, max_new_tokens=new, eos_token_id=eos, **options
+            )
             for n, new in enumerate((1, 6, 1))
         ]
         assert [part.shape[1] for part in parts] == [8, 6, 1]
@@ -273,11 +275,11 @@ def test_calls_that_go_on_equal_one_call(model: Any, do_sample: bool, ends: bool
         assert torch.equal(session.output_ids, whole) and session.position == 15
         session.position = 9
         assert torch.equal(session.output_ids, whole[:, :9])
-        again = model.generate(None, max_length=15, eos_token_id=eos, **wish)
+        again = model.generate(None, max_length=15, eos_token_id=eos, **options)
         assert torch.equal(again, whole[:, 9:])
 
 
-def test_a_session_computes_only_what_is_new(model: Any) -> None:
+def test_session_computes_only_new_tokens(model: Any) -> None:
     runner, rows = model.llm.engine.runner, list[int]()
     forward = runner.forward
     runner.forward = lambda batch: (rows.append(len(batch.token_ids)), forward(batch))[1]
@@ -292,18 +294,18 @@ def test_a_session_computes_only_what_is_new(model: Any) -> None:
     assert rows == [2, 2, 16]
 
 
-def test_a_penalty_in_turn_two_counts_turn_one(model: Any, toy: Any) -> None:
-    wish = dict(max_new_tokens=8, repetition_penalty=1.6, **FREE)
+def test_repetition_penalty_counts_earlier_session_turns(model: Any, toy: Any) -> None:
+    options = dict(max_new_tokens=8, repetition_penalty=1.6, **FREE)
     with model.inference_session(max_length=64) as session:
-        one = model.generate(ROWS, **wish)
-        two = model.generate(ROWS.flip(0), **wish)
+        one = model.generate(ROWS, **options)
+        two = model.generate(ROWS.flip(0), **options)
     joined = torch.cat([one, ROWS.flip(0)], dim=1)
-    assert torch.equal(two, theirs(toy, joined, **wish)[:, one.shape[1] :])
-    assert not torch.equal(two, model.generate(ROWS.flip(0), **wish))
+    assert torch.equal(two, theirs(toy, joined, **options)[:, one.shape[1] :])
+    assert not torch.equal(two, model.generate(ROWS.flip(0), **options))
     assert session.output_ids.shape == (2, 30)
 
 
-def test_ragged_rows_and_ended_ones_go_on_as_they_would_alone(model: Any) -> None:
+def test_ragged_and_finished_rows_continue_as_they_would_alone(model: Any) -> None:
     free = model.generate(ROWS, max_new_tokens=6, **FREE)
     eos = int(free[0, 7 + 1])
     short = torch.tensor([[0, 0, 17], [9, 8, 7]])
@@ -316,26 +318,26 @@ def test_ragged_rows_and_ended_ones_go_on_as_they_would_alone(model: Any) -> Non
         assert torch.equal(model.generate(short, max_new_tokens=5, **FREE), two)
     alone = torch.tensor([[*one[0, :9].tolist(), 17]])
     assert torch.equal(model.generate(alone, max_new_tokens=5, **FREE)[:, 10:], two[:1, 3:])
-    with model.inference_session(max_length=64):  # where all rows have ended, they go on behind it
+    with model.inference_session(max_length=64):  # if all rows have finished, they continue
         ended = model.generate(ROWS[:1], max_new_tokens=6, eos_token_id=eos)
         more = model.generate(None, max_new_tokens=3, **FREE)
     assert ended.shape == (1, 9) and torch.equal(more, free[:1, 9:12])
 
 
-def test_beams_in_a_session_go_on_from_the_best(model: Any, toy: Any) -> None:
-    wish = dict(max_new_tokens=6, num_beams=3, **FREE)
+def test_session_continues_from_best_beam(model: Any, toy: Any) -> None:
+    options = dict(max_new_tokens=6, num_beams=3, **FREE)
     with model.inference_session(max_length=64) as session:
-        one = model.generate(ROWS, **wish)
-        two = model.generate(None, **wish)
+        one = model.generate(ROWS, **options)
+        two = model.generate(None, **options)
         three = model.generate(ROWS, max_new_tokens=4, **FREE)
         assert torch.equal(session.output_ids, torch.cat([one, two, three], dim=1))
-    assert torch.equal(one, theirs(toy, ROWS, **wish))
-    assert torch.equal(two, theirs(toy, one, **wish)[:, 13:])
+    assert torch.equal(one, theirs(toy, ROWS, **options))
+    assert torch.equal(two, theirs(toy, one, **options)[:, 13:])
     joined = torch.cat([one, two, ROWS], dim=1)
     assert torch.equal(three, theirs(toy, joined, max_new_tokens=4, **FREE)[:, 19:])
 
 
-def test_overflow_is_a_value_error_and_the_session_goes_on(model: Any) -> None:
+def test_session_overflow_raises_value_error_and_session_stays_usable(model: Any) -> None:
     with model.inference_session(max_length=20) as session:
         one = model.generate(ROWS, max_new_tokens=5, **FREE)
         for kwargs in (dict(max_new_tokens=9), dict(max_length=21), dict(max_length=12)):
@@ -351,23 +353,23 @@ def test_overflow_is_a_value_error_and_the_session_goes_on(model: Any) -> None:
         with pytest.raises(InvalidRequest, match="position=21"):
             session.position = 21
         session.position = 0
-        assert session.output_ids is None  # and any number of rows may come
+        assert session.output_ids is None  # the next call may have any number of rows
         again = model.generate(ROWS[:1], max_new_tokens=5, session=session, **FREE)
         assert torch.equal(again, one[:1]) and session.last_token_id.tolist() == [[one[0, -1]]]
 
 
-def test_nothing_to_go_on_from_begins_with_bos(model: Any) -> None:
-    begun = model.generate(torch.tensor([[1]]), max_new_tokens=5, **FREE)
-    assert torch.equal(model.generate(max_new_tokens=5, **FREE), begun)
+def test_generate_without_inputs_starts_with_bos(model: Any) -> None:
+    from_bos = model.generate(torch.tensor([[1]]), max_new_tokens=5, **FREE)
+    assert torch.equal(model.generate(max_new_tokens=5, **FREE), from_bos)
     with model.inference_session(max_length=16):
         one = model.generate(None, max_new_tokens=2, **FREE)
         two = model.generate(None, max_new_tokens=3, **FREE)
-    assert torch.equal(torch.cat([one, two], dim=1), begun) and one.shape == (1, 3)
+    assert torch.equal(torch.cat([one, two], dim=1), from_bos) and one.shape == (1, 3)
     with pytest.raises(InvalidRequest, match="BOS"):
         model.generate(bos_token_id=999, max_new_tokens=1)
 
 
-def test_whose_session_a_call_belongs_to(model: Any, toy: Any) -> None:
+def test_call_uses_given_or_innermost_active_session(model: Any, toy: Any) -> None:
     with model.inference_session(max_length=64) as outer:
         model.generate(ROWS, max_new_tokens=2, **FREE)
         with model.inference_session(max_length=64) as inner:
@@ -382,14 +384,14 @@ def test_whose_session_a_call_belongs_to(model: Any, toy: Any) -> None:
         assert torch.equal(outer.output_ids, alone) and inner.position == 10
         with AutoDistributedModelForCausalLM.from_pretrained(toy) as other:
             assert other.active_session is None
-            with pytest.raises(InvalidRequest, match="another model's"):
+            with pytest.raises(InvalidRequest, match="belongs to another model"):
                 other.generate(ROWS, session=outer, max_new_tokens=1)
             other.llm.close()
     with pytest.raises(EngineClosed, match="session"):
         model.generate(ROWS, session=outer, max_new_tokens=1)
 
 
-def test_a_failed_call_leaves_the_session_as_it_was(model: Any) -> None:
+def test_failed_call_leaves_session_unchanged(model: Any) -> None:
     def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if ids.shape[1] > 16:
             raise ZeroDivisionError
@@ -402,7 +404,7 @@ def test_a_failed_call_leaves_the_session_as_it_was(model: Any) -> None:
         one = model.generate(ROWS[:1], max_new_tokens=5, **FREE)
         with pytest.raises(RequestFailed, match="fails"):
             model.generate(None, max_new_tokens=20, logits_processor=[fails], **FREE)
-        with pytest.raises(InvalidRequest, match="2 rows, and the session 1"):
+        with pytest.raises(InvalidRequest, match="2 rows, but the session has 1"):
             model.generate(ROWS, max_new_tokens=1)
 
         def calls(ids: torch.Tensor, scores: Any) -> bool:
@@ -417,7 +419,7 @@ def test_a_failed_call_leaves_the_session_as_it_was(model: Any) -> None:
         assert torch.equal(again, torch.cat([one[:, 7:], more], dim=1))
 
 
-def test_sessions_reserve_their_room_and_give_it_back(toy: Any) -> None:
+def test_sessions_reserve_blocks_and_free_them(toy: Any) -> None:
     with LLM(toy, kv_memory="100KB", block_size=16) as llm:
         model = AutoDistributedModelForCausalLM.from_pretrained(llm)
         blocks = llm.stats()["blocks_free"]
@@ -437,10 +439,10 @@ def test_sessions_reserve_their_room_and_give_it_back(toy: Any) -> None:
         assert llm.stats()["sessions"] == llm.stats()["blocks_used"] == 0
 
 
-# ---- who watches
+# ---- stopping criteria and streamers
 
 
-def test_stopping_criteria_end_rows_one_by_one(model: Any, toy: Any) -> None:
+def test_stopping_criteria_end_rows_independently(model: Any, toy: Any) -> None:
     free = model.generate(ROWS, max_new_tokens=12, **FREE)
     last = int(free[1, 7 + 4])
 
@@ -448,17 +450,17 @@ def test_stopping_criteria_end_rows_one_by_one(model: Any, toy: Any) -> None:
         assert ids.shape[0] == 1 and scores is None
         return ids[:, -1] == last
 
-    made = model.generate(ROWS, max_new_tokens=12, stopping_criteria=[ends], **FREE)
+    outputs = model.generate(ROWS, max_new_tokens=12, stopping_criteria=[ends], **FREE)
     for row in (0, 1):
         new = free[row, 7:].tolist()
         cut = new.index(last) + 1 if last in new else 12
-        assert made[row, 7:].tolist() == (new[:cut] + [0] * 12)[: made.shape[1] - 7]
-    assert made[1, 7:].tolist()[4] == last
-    said: list[Any] = [None, False, True]
+        assert outputs[row, 7:].tolist() == (new[:cut] + [0] * 12)[: outputs.shape[1] - 7]
+    assert outputs[1, 7:].tolist()[4] == last
+    verdicts: list[Any] = [None, False, True]
     ended = model.generate(
-        ROWS[:1], max_new_tokens=12, stopping_criteria=[lambda *_: said.pop(0)], **FREE
+        ROWS[:1], max_new_tokens=12, stopping_criteria=[lambda *_: verdicts.pop(0)], **FREE
     )
-    assert ended.shape == (1, 10) and not said
+    assert ended.shape == (1, 10) and not verdicts
     criteria = StoppingCriteriaList([MaxLengthCriteria(10)])
     assert model.generate(ROWS, max_new_tokens=12, stopping_criteria=criteria).shape == (2, 10)
     with model.inference_session(max_length=64) as session:
@@ -468,12 +470,12 @@ def test_stopping_criteria_end_rows_one_by_one(model: Any, toy: Any) -> None:
         assert session.position == 19
     scores = []
     keep = dict(output_scores=True, return_dict_in_generate=True, **FREE)
-    note = [lambda ids, kept: scores.append(len(kept)) or False]
-    model.generate(ROWS[:1], max_new_tokens=3, stopping_criteria=note, **keep)
+    count_scores = [lambda ids, kept: scores.append(len(kept)) or False]
+    model.generate(ROWS[:1], max_new_tokens=3, stopping_criteria=count_scores, **keep)
     assert scores == [1, 2, 3]
 
 
-def test_criteria_see_each_token_of_an_accepted_draft(toy: Any) -> None:
+def test_stopping_criteria_see_each_accepted_draft_token(toy: Any) -> None:
     with LLM(toy, draft=make_toy("llama", max_position_embeddings=128), num_draft_tokens=4) as llm:
         model = AutoDistributedModelForCausalLM.from_pretrained(llm)
         free = model.generate(ROWS, max_new_tokens=12, **FREE)
@@ -483,48 +485,48 @@ def test_criteria_see_each_token_of_an_accepted_draft(toy: Any) -> None:
             lengths.append(ids.shape[1])
             return ids.shape[1] == 10
 
-        made = model.generate(ROWS, max_new_tokens=12, stopping_criteria=[third], **FREE)
-        assert torch.equal(made, free[:, :10]) and sorted(lengths) == [8, 8, 9, 9, 10, 10]
+        outputs = model.generate(ROWS, max_new_tokens=12, stopping_criteria=[third], **FREE)
+        assert torch.equal(outputs, free[:, :10]) and sorted(lengths) == [8, 8, 9, 9, 10, 10]
         assert llm.stats()["draft"]["accepted"] > 8
 
 
-def test_stop_strings_and_streams(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_strings_and_streamers(capsys: pytest.CaptureFixture[str]) -> None:
     tok = byte_level().hf
     toy = make_toy("llama", vocab_size=340)
     with LLM(toy, tokenizer=tok, kv_memory="1MB") as llm:
         model = AutoDistributedModelForCausalLM.from_pretrained(llm)
         ids = torch.tensor([tok(text).input_ids[:4] for text in ("the lazy dog", "one two three")])
-        asked = dict(input_ids=ids, token_type_ids=torch.zeros(2, 4), attention_mask=ids > -1)
-        free = model.generate(**asked, max_new_tokens=12, **FREE)
-        width = asked["input_ids"].shape[1]
+        tokenized = dict(input_ids=ids, token_type_ids=torch.zeros(2, 4), attention_mask=ids > -1)
+        free = model.generate(**tokenized, max_new_tokens=12, **FREE)
+        width = tokenized["input_ids"].shape[1]
         word = tok.decode(free[0, width + 3 : width + 5])
-        made = model.generate(**asked, max_new_tokens=12, stop_strings=[word], **FREE)
-        assert word in tok.decode(made[0]) and made[0, width + 5 :].tolist() in (
-            [0] * (made.shape[1] - width - 5),
+        outputs = model.generate(**tokenized, max_new_tokens=12, stop_strings=[word], **FREE)
+        assert word in tok.decode(outputs[0]) and outputs[0, width + 5 :].tolist() in (
+            [0] * (outputs.shape[1] - width - 5),
             [],
         )
 
-        def notes(**kwargs: Any) -> tuple[torch.Tensor, list[Any]]:
+        def streamed(**kwargs: Any) -> tuple[torch.Tensor, list[Any]]:
             put: list[Any] = []
             streamer = SimpleNamespace(put=put.append, end=lambda: put.append("end"))
             return model.generate(**kwargs, streamer=streamer), put
 
-        made, (first, *columns, end) = notes(
-            **asked, max_new_tokens=9, eos_token_id=int(free[1, -4])
+        outputs, (first, *columns, end) = streamed(
+            **tokenized, max_new_tokens=9, eos_token_id=int(free[1, -4])
         )
-        assert torch.equal(first, asked["input_ids"]) and end == "end"
-        assert torch.equal(torch.stack(columns, dim=1), made[:, width:])
+        assert torch.equal(first, tokenized["input_ids"]) and end == "end"
+        assert torch.equal(torch.stack(columns, dim=1), outputs[:, width:])
         with model.inference_session(max_length=64):
-            model.generate(**asked, max_new_tokens=2, **FREE)
-            _, put = notes(inputs=None, max_new_tokens=2, **FREE)
+            model.generate(**tokenized, max_new_tokens=2, **FREE)
+            _, put = streamed(inputs=None, max_new_tokens=2, **FREE)
         assert [list(ids.shape) for ids in put[:-1]] == [[2, 0], [2], [2]]
-        made = model.generate(
+        outputs = model.generate(
             ids[:1], max_new_tokens=9, streamer=TextStreamer(tok, skip_prompt=True)
         )
-        assert capsys.readouterr().out == tok.decode(made[0, width:]) + "\n"
+        assert capsys.readouterr().out == tok.decode(outputs[0, width:]) + "\n"
 
 
-# ---- what is refused
+# ---- unsupported features
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no_length": ({}, "max_length and max_new_tokens are both None"),
@@ -538,7 +540,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cold": (dict(do_sample=True, temperature=0), "temperature=0"),
     "temperature": (dict(do_sample=True, temperature=-1.0), "temperature"),
     "top_p": (dict(do_sample=True, top_p=1.5), "top_p"),
-    "unknown": (dict(max_tokens=5), "max_tokens is not known"),
+    "unknown": (dict(max_tokens=5), "max_tokens is not a parameter"),
     "groups": (dict(num_beam_groups=2), "num_beam_groups"),
     "contrastive": (dict(penalty_alpha=0.6), "penalty_alpha"),
     "guidance": (dict(guidance_scale=2.0), "guidance_scale"),
@@ -581,11 +583,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_done_is_refused_by_name(
+def test_unsupported_arguments_are_rejected_before_any_forward(
     name: str, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the model is in parts, so that its own `generate` can't run."""
-    monkeypatch.setattr(RemoteGenerationMixin, "_own_module", lambda self: None)
+    """With a model that is not whole in this process, so that transformers' `generate` can't run."""
+    monkeypatch.setattr(RemoteGenerationMixin, "_whole_module", lambda self: None)
     kwargs, message = REFUSED[name]
     before = model.llm.stats()["forwards"]
     length = {} if {"max_length", "max_new_tokens"} & set(kwargs) else dict(max_new_tokens=3)
@@ -606,7 +608,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_what_the_engine_does_not_run_is_transformers_own(
+def test_unsupported_features_fall_back_to_transformers_generate(
     name: str, model: Any, toy: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     kwargs = dict(max_new_tokens=4, **OWN[name])
@@ -617,31 +619,31 @@ def test_what_the_engine_does_not_run_is_transformers_own(
     with caplog.at_level("INFO", "verbatim"):
         mine = model.generate(ids, attention_mask=torch.ones_like(ids), seed=5, **kwargs)
     assert "own loop" in caplog.text and model.llm.stats()["forwards"] == before
-    assert torch.equal(torch.get_rng_state(), state)  # the seed is the call's
+    assert torch.equal(torch.get_rng_state(), state)  # `seed` does not change torch's RNG state
     if "return_dict_in_generate" in kwargs:
         assert mine.keys() == expected.keys()
         mine, expected = mine.sequences, expected.sequences
     assert torch.equal(mine, expected)
 
 
-def test_embeddings_and_an_assistant_are_transformers_own(model: Any, toy: Any) -> None:
+def test_inputs_embeds_and_assistant_model_give_same_tokens(model: Any, toy: Any) -> None:
     embeds = toy.get_input_embeddings()(ROWS).detach()
     mask = torch.ones_like(ROWS)
-    made = model.generate(inputs_embeds=embeds, attention_mask=mask, max_new_tokens=4)
-    assert torch.equal(made, model.generate(ROWS, max_new_tokens=4)[:, ROWS.shape[1] :])
+    outputs = model.generate(inputs_embeds=embeds, attention_mask=mask, max_new_tokens=4)
+    assert torch.equal(outputs, model.generate(ROWS, max_new_tokens=4)[:, ROWS.shape[1] :])
     with pytest.raises(InvalidRequest, match=r"inputs must be an integer tensor .* not list"):
         model.generate([[5, 6]], guidance_scale=2.0, max_new_tokens=2)
     row, assistant = ROWS[:1], make_toy("llama", max_position_embeddings=128, seed=9)
-    made = model.generate(row, assistant_model=assistant, max_new_tokens=4)
-    assert torch.equal(made, model.generate(row, max_new_tokens=4))
+    outputs = model.generate(row, assistant_model=assistant, max_new_tokens=4)
+    assert torch.equal(outputs, model.generate(row, max_new_tokens=4))
 
 
-def test_a_session_has_only_what_the_engine_runs(model: Any) -> None:
+def test_session_rejects_guidance_scale(model: Any) -> None:
     with model.inference_session(), pytest.raises(NotSupported, match="guidance_scale"):
         model.generate(ROWS, max_new_tokens=2, guidance_scale=2.0)
 
 
-def test_sessions_refuse_what_they_cannot_do(model: Any) -> None:
+def test_sessions_reject_invalid_arguments(model: Any) -> None:
     for length in (0, 4096, "long"):
         with pytest.raises(InvalidRequest, match="max_length"):
             model.inference_session(max_length=length)
@@ -661,10 +663,12 @@ def test_sessions_refuse_what_they_cannot_do(model: Any) -> None:
 # ---- opening
 
 
-def test_classes_and_what_they_open(model: Any, toy: Any, tmp_path: Path) -> None:
+def test_from_pretrained_opens_llm_live_module_and_folder(
+    model: Any, toy: Any, tmp_path: Path
+) -> None:
     assert type(model) is DistributedLlamaForCausalLM and isinstance(model, RemoteGenerationMixin)
     assert model.eval() is model.to("cpu") is model and model.device == torch.device("cpu")
-    with pytest.raises(InvalidRequest, match="model_type 'bloom', and this is 'llama'"):
+    with pytest.raises(InvalidRequest, match="model_type 'bloom', but this is 'llama'"):
         DistributedBloomForCausalLM.from_pretrained(model.llm)
     with pytest.raises(NotSupported, match="cuda"):
         model.to("cuda")
@@ -700,7 +704,7 @@ def test_classes_and_what_they_open(model: Any, toy: Any, tmp_path: Path) -> Non
 
 
 class Opened(Exception):
-    """In place of an engine."""
+    """Raised instead of opening an engine."""
 
 
 @pytest.mark.parametrize(
@@ -719,7 +723,7 @@ class Opened(Exception):
     ],
     ids=["plain", "dtype", "nones", "stages", "peers", "timeouts", "placement"],
 )
-def test_options_become_those_of_the_engine(
+def test_from_pretrained_options_map_to_llm_options(
     options: Any, wanted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def llm(name: str, **kwargs: Any) -> LLM:
@@ -752,7 +756,7 @@ def test_options_become_those_of_the_engine(
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_options_that_mean_nothing_here_are_refused(options: Any, message: str) -> None:
+def test_unsupported_from_pretrained_options_are_rejected(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AutoDistributedModelForCausalLM.from_pretrained("name", **options)
 
@@ -761,7 +765,7 @@ def test_options_that_mean_nothing_here_are_refused(options: Any, message: str) 
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])
-def test_the_module_is_there_where_it_is_whole(name: str) -> None:
+def test_module_attributes_are_available_if_model_is_whole(name: str) -> None:
     module = make_toy(name)
     model = DistributedModelForCausalLM(module)
     module.train()
@@ -785,8 +789,8 @@ def test_the_module_is_there_where_it_is_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "gpt2", "falcon"])
-def test_hidden_states_pass_through_a_session_as_through_the_whole_model(name: str) -> None:
-    """As Petals' own test does: empty steps, one column at a time, and all at once."""
+def test_hidden_states_through_session_match_whole_model(name: str) -> None:
+    """As in Petals' own test: with empty steps, one column at a time, and all at once."""
     module = make_toy(name)
     model = DistributedModelForCausalLM(module)
     body, seen = model.transformer, []
@@ -812,7 +816,7 @@ def test_hidden_states_pass_through_a_session_as_through_the_whole_model(name: s
     assert len(model.generate(ROWS, max_new_tokens=3)) == len(ROWS)
 
 
-def test_a_session_has_ids_or_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_rejects_mixing_ids_and_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
     model = DistributedModelForCausalLM(make_toy("llama"))
     hidden = torch.zeros(2, 1, model.config.hidden_size)
     with model.inference_session(max_length=9) as session:
@@ -823,7 +827,7 @@ def test_a_session_has_ids_or_hidden_states(monkeypatch: pytest.MonkeyPatch) -> 
             session.step(hidden, hypo_ids=torch.tensor([1, 0]))
     with model.inference_session(max_length=9) as session:
         model.generate(ROWS[:, :2], max_new_tokens=1)
-        with pytest.raises(InvalidRequest, match="has ids"):
+        with pytest.raises(InvalidRequest, match="holds token ids"):
             session.step(hidden)
     monkeypatch.setattr(type(model.llm.engine), "module", None)
     session = model.inference_session(max_length=9)
@@ -831,7 +835,7 @@ def test_a_session_has_ids_or_hidden_states(monkeypatch: pytest.MonkeyPatch) -> 
         session.step(hidden)
 
 
-def test_a_session_outlives_a_step_that_fails_in_a_layer() -> None:
+def test_session_survives_layer_error_if_its_cache_can_be_cropped() -> None:
     model = AutoDistributedModelForCausalLM.from_pretrained(make_toy("llama"))
     hidden = torch.randn(1, 2, 64)
 
@@ -869,9 +873,9 @@ def test_a_session_outlives_a_step_that_fails_in_a_layer() -> None:
     assert sum(1 for _ in model.transformer.h.parameters())
 
 
-def test_the_module_is_not_there_where_it_is_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_attributes_raise_if_model_is_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model = DistributedModelForCausalLM(make_toy("llama"))
-    monkeypatch.setattr(RemoteGenerationMixin, "_own_module", lambda self: None)
+    monkeypatch.setattr(RemoteGenerationMixin, "_whole_module", lambda self: None)
     for call in (
         lambda: model(ROWS),
         lambda: model.forward(ROWS),

@@ -1,4 +1,4 @@
-"""The pages of docs/coming-from: what works is there, a refusal names what it refuses, and examples run."""
+"""The pages of docs/coming-from: documented names exist, documented rejections happen, examples run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from support.toys import make_toy
 from verbatim import LLM, EngineClosed
 from verbatim.compat import coati, flexllmgen, kempnerforge, megatron, petals
 from verbatim.compat.kempnerforge.command import parse
-from verbatim.compat.megatron.controller import _ELSEWHERE
+from verbatim.compat.megatron.controller import _REPLACED
 from verbatim.compat.petals import settings
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 
 PAGES = Path(__file__).parents[2] / "docs/coming-from"
-DOORS = ("coati", "flexllmgen", "kempnerforge", "megatron", "petals")
+APIS = ("coati", "flexllmgen", "kempnerforge", "megatron", "petals")
 IDS = torch.tensor([[5, 6, 7]])
 LEFT, RIGHT = SimpleNamespace(padding_side="left"), SimpleNamespace(padding_side="right")
 STEPS = (
@@ -47,7 +47,7 @@ def compressed(**changes):
     return flexllmgen.Policy(1, 1, *[0] * 6, compress_weight=True, comp_weight_config=config)
 
 
-# What the tables say is refused, and a call that does it.
+# Each entry that the tables list as refused, and a call that is rejected.
 REFUSED = {
     "generate(num_beams=2, do_sample=True)": lambda: coati.generate(
         None, IDS, LEFT, 9, num_beams=2, do_sample=True
@@ -89,23 +89,25 @@ REFUSED = {
 }
 
 
-def page(door):
-    return (PAGES / f"{door}.md").read_text()
+def page(api):
+    return (PAGES / f"{api}.md").read_text()
 
 
-def table(door):
-    """The names of each row, and what is said of them."""
-    text = page(door).split("## At a glance")[1].split("\n## ")[0]
+def table(api):
+    """Return the names in each row of the table, and their status."""
+    text = page(api).split("## At a glance")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    return [(re.findall("`([^`]+)`", names), said) for names, said in rows]
+    return [(re.findall("`([^`]+)`", names), status) for names, status in rows]
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_what_works_is_there_with_its_arguments(door):
-    adapter = importlib.import_module(f"verbatim.compat.{door}")
-    for names, said in table(door):
-        assert said.split(":")[0].split(";")[0].split()[0] in ("works", "refused", "absent"), said
-        for name in names if said.startswith("works") else ():
+@pytest.mark.parametrize("api", APIS)
+def test_names_documented_as_working_exist_with_their_arguments(api):
+    adapter = importlib.import_module(f"verbatim.compat.{api}")
+    for names, status in table(api):
+        assert status.split(":")[0].split(";")[0].split()[0] in ("works", "refused", "absent"), (
+            status
+        )
+        for name in names if status.startswith("works") else ():
             dotted, _, argument = name.rstrip("=)").partition("(")
             if dotted.startswith("python -m") or "/" in dotted:
                 continue
@@ -113,23 +115,23 @@ def test_what_works_is_there_with_its_arguments(door):
             for part in dotted.split("."):
                 value = getattr(value, part)
             assert not argument or argument in inspect.signature(value).parameters, name
-        if said.startswith("absent"):
+        if status.startswith("absent"):
             assert not hasattr(adapter, names[0])
 
 
-def test_every_refusal_of_the_tables_has_its_call():
+def test_every_documented_rejection_is_covered():
     listed = [
         name
-        for door in DOORS
-        for names, said in table(door)
+        for api in APIS
+        for names, status in table(api)
         for name in names
-        if said.startswith("refused") and not name.startswith("padding_side")
+        if status.startswith("refused") and not name.startswith("padding_side")
     ]
     assert sorted(listed) == sorted(REFUSED)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_is_refused_by_name(name):
+def test_documented_rejections_name_what_they_reject(name):
     with pytest.raises(VerbatimError) as refusal:
         REFUSED[name]()
     assert isinstance(refusal.value, NotSupported | InvalidRequest) or name.startswith("--")
@@ -137,7 +139,7 @@ def test_what_is_refused_is_refused_by_name(name):
     assert any(word in str(refusal.value) for word in words), str(refusal.value)
 
 
-# The arguments of the documents' signatures.
+# The documented arguments of each function.
 COATI = (
     "model input_ids tokenizer max_length num_beams=1 do_sample=True early_stopping={} top_k=None "
     "top_p=None temperature=None prepare_inputs_fn=None update_model_kwargs_fn=None model_kwargs"
@@ -159,40 +161,40 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__qualname__)
-def test_signatures_begin_as_the_documented_ones(function):
+def test_signatures_begin_with_documented_arguments(function):
     parameters = inspect.signature(function).parameters.values()
     spelled = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
     documented = SIGNATURES[function].split()
     assert spelled[: len(documented)] == documented
 
 
-# What a page names beside all of `__all__`: these words, and the arguments of these functions.
+# What a page mentions besides `__all__`: these names, and the arguments of these functions.
 NAMED = {
     "coati": "max_new_tokens stop_token_ids stream_interval attention_mask seed pad_token_id use_cache "
     "apply_loss_mask",
     "flexllmgen": [getattr(flexllmgen, n) for n in ("Policy", "CompressionConfig", "OptConfig")],
     "kempnerforge": [kempnerforge.sample, kempnerforge.generate],
-    "megatron": [megatron.SamplingParams, " ".join(_ELSEWHERE)],
-    "petals": " ".join([*settings.DONE, *settings.REFUSED]),
+    "megatron": [megatron.SamplingParams, " ".join(_REPLACED)],
+    "petals": " ".join([*settings.SUPPORTED, *settings.REFUSED]),
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_the_page_names_everything(door):
-    adapter = importlib.import_module(f"verbatim.compat.{door}")
-    named = [NAMED[door]] if isinstance(NAMED[door], str) else list(NAMED[door])
+@pytest.mark.parametrize("api", APIS)
+def test_page_mentions_every_public_name_and_argument(api):
+    adapter = importlib.import_module(f"verbatim.compat.{api}")
+    named = [NAMED[api]] if isinstance(NAMED[api], str) else list(NAMED[api])
     named += [f for f in SIGNATURES if f.__module__.startswith(f"{adapter.__name__}.")]
-    if door == "petals":
+    if api == "petals":
         named.pop()
     names = [*adapter.__all__]
     for each in named:
         names += each.split() if isinstance(each, str) else inspect.signature(each).parameters
     for name in {*names} - {"self", "model_kwargs"}:
         assert hasattr(adapter, name) or name not in adapter.__all__
-        assert re.search(rf"\b{name}\b", page(door)), name
+        assert re.search(rf"\b{name}\b", page(api)), name
 
 
-def test_every_name_of_megatrons_tables_is_a_method():
+def test_methods_listed_in_megatron_page_exist():
     tables = page("megatron").split("## Public methods")[1].split("## Fields")[0].splitlines()
     cells = [line.split(" | ")[0] for line in tables if line.startswith("| `")]
     names = [name for cell in cells for name in re.findall("`([^`]+)`", cell)]
@@ -201,9 +203,9 @@ def test_every_name_of_megatrons_tables_is_a_method():
         assert callable(getattr(megatron.TextGenerationController, name)), name
 
 
-def run_example(door, scope, changes):
-    """Run the page's code behind "After", with some strings changed."""
-    code = "".join(part.split("```")[0] for part in page(door).split("```python\n")[2:])
+def run_example(api, scope, changes):
+    """Run the code under "After" in the page, with some strings replaced."""
+    code = "".join(part.split("```")[0] for part in page(api).split("```python\n")[2:])
     for old, new in changes.items():
         assert old in code
         code = code.replace(old, new)
@@ -211,8 +213,8 @@ def run_example(door, scope, changes):
     return scope
 
 
-def test_the_example_of_coatis_page_runs():
-    """It is the document's, with only the import and the length changed."""
+def test_coati_page_example_runs():
+    """The documented example, with only the import and the length changed."""
     torch.manual_seed(3)
     with LLM(kv_memory="32MB") as llm:
         hf = copy.deepcopy(llm.tokenizer.hf)
@@ -226,14 +228,14 @@ def test_the_example_of_coatis_page_runs():
     assert scope["decoded"].startswith("Once upon a time")
 
 
-def test_the_examples_of_kempnerforges_page_run_and_are_one():
+def test_kempnerforge_page_examples_run_and_agree():
     ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
     given = dict(model=kempner_toy(), prompt_tokens=ids, eos_id=127, torch=torch)
     scope = run_example("kempnerforge", given, {})
     assert torch.equal(scope["tokens"][:, : scope["out"].shape[1]], scope["out"])
 
 
-def test_the_example_of_megatrons_page_runs():
+def test_megatron_page_example_runs():
     scope = run_example("megatron", {}, {"LLM()": "LLM(kv_memory='16MB')"})
     requests = scope["requests"]
     assert all(len(r.generated_log_probs) == r.generated_length for r in requests.values())
@@ -241,7 +243,7 @@ def test_the_example_of_megatrons_page_runs():
     scope["llm"].close()
 
 
-def test_the_example_of_flexllmgens_page_runs(tmp_path):
+def test_flexllmgen_page_example_runs(tmp_path):
     hf = copy.deepcopy(byte_level().hf)
     hf.add_special_tokens({"pad_token": "<pad>"})
     hf.save_pretrained(tmp_path / "opt-toy")

@@ -1,4 +1,4 @@
-"""`python -m verbatim.compat.kempnerforge`: what `scripts/generate.py` prints, for its arguments."""
+"""`python -m verbatim.compat.kempnerforge`: same output as `scripts/generate.py` for the same arguments."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kempner_reference.write_toml(path / "x.toml", **size)
     save(path / "ck/step_2", kempner_reference.make(**size))
     (path / "ck/latest").symlink_to("step_2")
-    # A model that says one thing, whatever it is asked: its last norm has only a bias.
+    # Models that always generate the same token: their last norm has only a bias.
     for name, favourite in (
         ("says_eos", tokenizer.eos_token_id),
         ("says_bos", tokenizer.bos_token_id),
@@ -64,7 +64,7 @@ class Done:
         self.status, self.out, self.err = status, out, err
 
     def refusal(self) -> str:
-        """The one line on stderr; nothing was opened before it."""
+        """Return the only line on stderr; with nothing on stdout, no checkpoint was loaded."""
         assert self.status == 1, (self.status, self.err)
         assert self.out == ""
         (line,) = [ln for ln in self.err.splitlines() if "kernels" not in ln]
@@ -87,7 +87,7 @@ def run(run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> 
 ASK = '--data.tokenizer_path=tok --checkpoint.load_path=ck --prompt "the quick" --seed 3 --max_tokens 6'
 
 
-def test_prompt_and_suffix_are_printed_as_there(run: Any, run_dir: Path) -> None:
+def test_output_format_matches_generate_py(run: Any, run_dir: Path) -> None:
     done = run(f"x.toml {ASK}")
     assert done.status == 0
     with LLM(run_dir / "ck", config=run_dir / "x.toml", tokenizer=run_dir / "tok",
@@ -103,7 +103,7 @@ def test_prompt_and_suffix_are_printed_as_there(run: Any, run_dir: Path) -> None
     assert done.err.splitlines()[-1] == "(seed 3)"
 
 
-def test_flags_come_in_any_order_and_overrides_in_either_form(run: Any) -> None:
+def test_flags_and_overrides_are_accepted_in_any_order_and_form(run: Any) -> None:
     parts = [
         ["x.toml"],
         ["--prompt", PROMPT],
@@ -124,24 +124,24 @@ def test_flags_come_in_any_order_and_overrides_in_either_form(run: Any) -> None:
     assert "--- Generated (5 tokens) ---" in outs.pop()
 
 
-def test_float16_is_computed_in_float32_and_says_so(run: Any) -> None:
+def test_float16_falls_back_to_float32_with_notice(run: Any) -> None:
     done = run(f"x.toml {ASK} --temperature 0 --dtype float16")
     assert done.out == run(f"x.toml {ASK} --temperature 0 --dtype float32").out
     assert done.err.splitlines()[-1].startswith("--dtype float16: computed in float32")
 
 
-def test_a_limit_is_named_by_the_key_of_the_toml(run: Any) -> None:
+def test_length_limit_error_names_toml_key(run: Any) -> None:
     done = run(f"x.toml {ASK} --max_tokens 500 --model.max_seq_len 90")
     assert done.status == 1 and "is 90 (max_seq_len of [model])" in done.err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_one_line(run: Any) -> None:
+def test_missing_gpu_is_one_error_line(run: Any) -> None:
     assert "no GPU" in run(f"x.toml {ASK} --device cuda").refusal()
 
 
 @pytest.mark.parametrize("path", ["ck", "ck/latest", "ck/step_2"])
-def test_every_way_to_the_checkpoint_gives_the_same_text(run: Any, path: str) -> None:
+def test_folder_latest_and_step_paths_load_same_checkpoint(run: Any, path: str) -> None:
     done = run(f"x.toml {ASK.replace('path=ck', 'path=' + path)}")
     assert done.out.replace(f": {path}\n", ": ck\n") == run(f"x.toml {ASK}").out
 
@@ -154,10 +154,8 @@ def test_special_tokens_are_counted_and_not_printed(run: Any) -> None:
     assert done.out.endswith("\n--- Generated (1 tokens) ---\n\n\n"), done.err
 
 
-def test_the_seed_documents_two_command_lines_run(
-    run: Any, run_dir: Path, monkeypatch: Any
-) -> None:
-    # As they stand there, with the module's name and the paths changed; its config names the tokenizer.
+def test_documented_command_lines_run(run: Any, run_dir: Path, monkeypatch: Any) -> None:
+    # As documented, with the module's name and the paths changed; the config names the tokenizer.
     text = (run_dir / "x.toml").read_text()
     (run_dir / "7b.toml").write_text(text + "[data]\ntokenizer_path = 'tok'\n")
     path = run_dir / "ck/step_2"
@@ -173,12 +171,12 @@ def test_the_seed_documents_two_command_lines_run(
     assert done.out.endswith("Exiting.\n")
 
 
-def test_a_prompt_that_begins_with_a_dash_is_a_prompt(run: Any) -> None:
+def test_prompt_may_begin_with_dash(run: Any) -> None:
     done = run(f"x.toml {ASK} --prompt '--model.dim 5 -x'")
     assert "--- Prompt ---\n--model.dim 5 -x\n" in done.out
 
 
-def test_top_p_zero_keeps_one_id_and_a_large_top_k_all(run: Any) -> None:
+def test_top_p_0_is_greedy_and_top_k_above_vocabulary_size_is_off(run: Any) -> None:
     def suffix(options: str) -> str:
         done = run(f"x.toml {ASK} {options}")
         assert done.status == 0, done.err
@@ -188,12 +186,12 @@ def test_top_p_zero_keeps_one_id_and_a_large_top_k_all(run: Any) -> None:
     assert suffix("--top_k 5000") == suffix("--top_k 0")
 
 
-def test_without_a_seed_a_fresh_one_is_reported(run: Any) -> None:
+def test_generated_seed_is_reported_when_none_is_given(run: Any) -> None:
     seed = run(f"x.toml {ASK.replace('--seed 3', '')}").err.splitlines()[-1]
     assert re.fullmatch(r"\(seed \d+\)", seed)
 
 
-def test_a_greedy_run_reports_no_seed(run: Any) -> None:
+def test_greedy_run_reports_no_seed(run: Any) -> None:
     done = run(f"x.toml {ASK} --temperature 0")
     assert "--- Generated" in done.out and "(seed" not in done.err
 
@@ -201,7 +199,7 @@ def test_a_greedy_run_reports_no_seed(run: Any) -> None:
 # Overrides.
 
 
-def test_overrides_are_read_as_numbers_words_or_text() -> None:
+def test_override_values_are_parsed_by_field_type() -> None:
     _, overrides = parse(
         "x.toml --model.dim=64 --model.rope_theta 5e5 --model.qk_norm --model.tie_embeddings=false "
         "--model.n_kv_heads=None --model.activation gelu --checkpoint.load_path 5 --model.dim 32 "
@@ -216,7 +214,7 @@ def test_overrides_are_read_as_numbers_words_or_text() -> None:
     }  # fmt: skip
 
 
-def test_a_boolean_alone_does_not_eat_the_config() -> None:
+def test_boolean_override_without_value_does_not_consume_config_path() -> None:
     for line in ("--model.qk_norm x.toml --seed 1", "--seed 1 --model.qk_norm x.toml"):
         flags, overrides = parse(line.split())
         assert (flags.config, overrides) == ("x.toml", {"model": {"qk_norm": True}})
@@ -226,7 +224,7 @@ def test_a_boolean_alone_does_not_eat_the_config() -> None:
         parse("x.toml --model.qk_norm y.toml".split())
 
 
-def test_what_is_no_boolean_takes_the_next_argument_whatever_it_is() -> None:
+def test_non_boolean_override_consumes_next_argument() -> None:
     flags, overrides = parse(
         "--model.norm_type my.toml --data.tokenizer_path y.toml x.toml".split()
     )
@@ -234,15 +232,15 @@ def test_what_is_no_boolean_takes_the_next_argument_whatever_it_is() -> None:
     assert overrides == {"model": {"norm_type": "my.toml"}, "data": {"tokenizer_path": "y.toml"}}
 
 
-def test_overrides_change_the_model(run: Any) -> None:
+def test_overrides_change_model_config(run: Any) -> None:
     done = run(f"x.toml {ASK} --model.n_layers=3")
     assert "lacks 9 of 30 tensors" in done.refusal()
 
 
-# Refusals.
+# Errors.
 
 
-def test_a_folder_without_a_checkpoint_is_one_line_and_status_1(run: Any) -> None:
+def test_folder_without_checkpoint_is_one_error_line_and_status_1(run: Any) -> None:
     line = run(f"x.toml {ASK} --checkpoint.load_path=tok").refusal()
     assert "tok holds no checkpoint" in line and "neither .metadata nor pp0" in line
 
@@ -262,11 +260,11 @@ def test_a_folder_without_a_checkpoint_is_one_line_and_status_1(run: Any) -> Non
         (f"x.toml {ASK} --temperature -1", "temperature"),
         (f"x.toml {ASK} --top_p 1.5", "top_p"),
         (f"x.toml {ASK} --max_tokens -1", "max_tokens"),
-        (f"x.toml {ASK} --model.dimm 5", "[model] has no 'dimm'"),
+        (f"x.toml {ASK} --model.dimm 5", "[model] has no field 'dimm'"),
         (f"x.toml {ASK} --model.model_type=vlm", "model_type='vlm'"),
     ],
 )
-def test_what_can_not_work_is_one_line_and_status_1(
+def test_invalid_arguments_are_one_error_line_before_model_is_opened(
     run: Any, monkeypatch: Any, line: str, named: str
 ) -> None:
     def open_no_model(*_: Any) -> Any:
@@ -283,8 +281,8 @@ def test_what_can_not_work_is_one_line_and_status_1(
         ("x.toml y.toml", "y.toml"),
         ("x.toml --promt a", "--promt"),
         ("x.toml --max_tokens many", "many"),
-        ("x.toml --train.seed=1", "--train.seed has no part in generation"),
-        ("x.toml --checkpoint.dir=ck", "--checkpoint.dir has no part"),
+        ("x.toml --train.seed=1", "--train.seed does not affect generation"),
+        ("x.toml --checkpoint.dir=ck", "--checkpoint.dir does not affect"),
         ("x.toml --checkpoint.load_path", "--checkpoint.load_path needs a value"),
         ("x.toml --checkpoint.load_path=", "--checkpoint.load_path needs a value"),
         ("x.toml --model.dim", "--model.dim needs a value"),
@@ -292,25 +290,25 @@ def test_what_can_not_work_is_one_line_and_status_1(
         ("--model.dim x.toml", "required: config"),
     ],
 )
-def test_a_command_line_that_makes_no_sense_is_status_2(run: Any, line: str, named: str) -> None:
+def test_wrong_usage_is_one_error_line_and_status_2(run: Any, line: str, named: str) -> None:
     done = run(line)
     assert done.status == 2
     assert len(done.err.splitlines()) == 1
     assert named in done.err
 
 
-def test_a_tokenizer_that_is_not_there_is_one_line(run: Any, tmp_path: Path) -> None:
+def test_missing_tokenizer_is_one_error_line(run: Any, tmp_path: Path) -> None:
     done = run(f"x.toml {ASK} --data.tokenizer_path={tmp_path}")
     assert "has no tokenizer" in done.refusal()
 
 
-def test_a_prompt_that_is_too_long_is_one_line(run: Any) -> None:
+def test_too_long_prompt_exits_with_status_1_and_names_limit(run: Any) -> None:
     done = run(f"x.toml {ASK} --max_tokens 500")
     assert done.status == 1
     assert re.search(r"max_tokens=500 make \d+; the limit for both together is 200", done.err)
 
 
-# The prompt after prompt, by hand.
+# Interactive mode.
 
 
 def interactive(run_dir: Path) -> AbstractContextManager[subprocess.Popen[str]]:
@@ -331,7 +329,7 @@ def interactive(run_dir: Path) -> AbstractContextManager[subprocess.Popen[str]]:
 
 
 @pytest.mark.slow
-def test_prompts_are_read_to_the_end_of_stdin(run_dir: Path) -> None:
+def test_interactive_mode_reads_prompts_until_end_of_stdin(run_dir: Path) -> None:
     with interactive(run_dir) as process:
         out, err = process.communicate(f"{PROMPT}\n\n   \n{'fox ' * 190}\nlazy dog\n")
     assert process.returncode == 0, err
@@ -344,7 +342,7 @@ def test_prompts_are_read_to_the_end_of_stdin(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_at_the_prompt_leaves_with_status_0(run_dir: Path) -> None:
+def test_ctrl_c_at_prompt_exits_with_status_0(run_dir: Path) -> None:
     with interactive(run_dir) as process:
         assert process.stdout is not None
         seen = ""
@@ -358,7 +356,7 @@ def test_ctrl_c_at_the_prompt_leaves_with_status_0(run_dir: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_help_waits_for_neither_torch_nor_transformers(run_dir: Path) -> None:
+def test_help_imports_neither_torch_nor_transformers(run_dir: Path) -> None:
     code = (
         "import sys; from verbatim.compat.kempnerforge.command import main\n"
         "try: main(['--help'])\nexcept SystemExit as end: assert not end.code\n"
@@ -371,7 +369,7 @@ def test_help_waits_for_neither_torch_nor_transformers(run_dir: Path) -> None:
     assert "--interactive" in done.stdout
 
 
-def test_a_closed_engine_is_no_refusal_to_talk_past(monkeypatch: Any) -> None:
+def test_interactive_mode_stops_when_engine_is_closed(monkeypatch: Any) -> None:
     from verbatim.compat.kempnerforge import command
     from verbatim.errors import EngineClosed
 
@@ -384,7 +382,7 @@ def test_a_closed_engine_is_no_refusal_to_talk_past(monkeypatch: Any) -> None:
         command._converse(None, SamplingParams())  # type: ignore[arg-type]
 
 
-def test_stdin_that_is_no_text_is_said(monkeypatch: Any) -> None:
+def test_non_utf8_stdin_raises_invalid_request(monkeypatch: Any) -> None:
     from verbatim.compat.kempnerforge import command
 
     monkeypatch.setattr("builtins.input", lambda _: b"\xff".decode())

@@ -1,4 +1,4 @@
-"""Drafters that compute, on one checkpoint: a draft model, the model's first layers, its MTP layers.
+"""Drafters that run a model, on one checkpoint: a draft model, early exit, MTP layers.
 
 The last two layers of the checkpoint add nothing, so that the first two give the tokens of the whole model.
 """
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drafter(name: str, folder: Path, dtype: str = "auto") -> Any:
-    """What to pass as `draft`."""
+    """The value of the option `draft`."""
     drafters = {
         "itself": lambda: DraftModel(folder, dtype=dtype),
         "early exit": lambda: EarlyExit(2),
@@ -62,7 +62,7 @@ def drafter(name: str, folder: Path, dtype: str = "auto") -> Any:
 
 
 def exact_requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Requests of which every token can be guessed: all that a drafter needs comes before the token."""
+    """Requests whose every token can be drafted: drawing it needs nothing that follows it."""
     kinds: list[dict[str, Any]] = [
         dict(temperature=0.0),
         dict(temperature=0.7),
@@ -79,10 +79,10 @@ def exact_requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 @pytest.mark.parametrize("name", ["itself", "early exit"])
 @pytest.mark.parametrize(("dtype", "number"), [("float32", 1), ("bfloat16", 8)])
-def test_layers_that_give_the_models_logits_guess_every_token(
+def test_every_token_of_drafter_with_same_logits_is_accepted(
     name: str, dtype: str, number: int, folder: Path
 ) -> None:
-    """Noise, positions, penalties, bans and samples are those that the engine draws with."""
+    """Drafts are drawn with the noise, positions, penalties, bans and sample indices of the engine."""
     requests = exact_requests()
     expected = generated(LLM(folder, dtype=dtype), *requests)
     options: dict[str, Any] = dict(block_size=4, max_batch_tokens=60, num_draft_tokens=number)
@@ -107,7 +107,7 @@ def test_layers_that_give_the_models_logits_guess_every_token(
     name=["early exit", "MTP", "another model", "a small vocabulary", "a large vocabulary"],
     number=[3, None],
 )
-def test_tokens_hold_in_every_schedule_and_a_second_time_from_cached_prefixes(
+def test_results_are_same_in_every_schedule_and_with_cached_prefixes(
     settings: dict[str, Any], name: str, number: int | None, folder: Path
 ) -> None:
     requests, settings = mixed_requests(), dict(settings)
@@ -122,13 +122,13 @@ def test_tokens_hold_in_every_schedule_and_a_second_time_from_cached_prefixes(
         check_no_drafts_left(llm)
         assert not tokens or llm.stats()["preemptions"] > 0
         stats = llm.stats()["draft"]
-        assert stats["cut"] == 0  # ids that the model lacks are never drawn
-        assert stats["drafted"] > 0 or number is None  # where they may not pay
+        assert stats["cut"] == 0  # ids outside the model's vocabulary are never drawn
+        assert stats["drafted"] > 0 or number is None  # adaptive lengths may stop drafting
 
 
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("name", ["itself", "early exit", "MTP"])
-def test_sleep_releases_the_drafters_memory_and_waking_goes_on_with_the_same_tokens(
+def test_sleep_frees_drafter_memory_and_wake_continues_with_same_tokens(
     name: str, weights: bool, folder: Path
 ) -> None:
     expected = generated(LLM(folder), [PROMPT], LONG)
@@ -164,7 +164,7 @@ def test_sleep_releases_the_drafters_memory_and_waking_goes_on_with_the_same_tok
 
 
 @pytest.mark.parametrize("name", ["itself", "early exit", "MTP"])
-def test_aborts_and_ctrl_c_anywhere_in_a_draft_lose_neither_tokens_nor_blocks(
+def test_aborts_and_ctrl_c_during_drafts_lose_no_tokens_or_blocks(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests, rng = exact_requests(), random.Random(6)

@@ -1,4 +1,4 @@
-"""Drafts drawn with the engine's noise stand as often as theory says (`benchmarks/draft_acceptance.py`)."""
+"""Drafts drawn with the engine's noise have the predicted acceptance (`benchmarks/draft_acceptance.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long drafts are: only speed depends on it, so a made-up machine with a clock of its own will do."""
+"""Draft lengths. Only speed depends on them, so they are tested on a simulated machine with its own clock."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ def sequences(count: int) -> list[Sequence]:
 
 
 class Machine:
-    """Forwards and drafts that take the time they are told to, and drafts that stand by chance."""
+    """Simulated forwards and drafts that take given times, with drafts that are accepted at random."""
 
     def __init__(
         self,
         acceptance: Callable[[int], float],
         forward_s: Callable[[int], float],
-        draft_s: float | Callable[[int], float] = 0.0,  # of one more token for so many sequences
+        # Of one more draft token, for so many sequences.
+        draft_s: float | Callable[[int], float] = 0.0,
         *,
         rows: int = 1,
         proposes: float = 1.0,
@@ -62,8 +63,8 @@ class Machine:
             self.seconds += spent
             for chunk in chunks:
                 places = range(len(chunk.draft_ids))
-                stands = (self.random.random() < self.acceptance(j) for j in places)
-                accepted = sum(1 for _ in itertools.takewhile(bool, stands))
+                outcomes = (self.random.random() < self.acceptance(j) for j in places)
+                accepted = sum(1 for _ in itertools.takewhile(bool, outcomes))
                 if chunk.max_draft:
                     self.lengths.note_draft(chunk.sequence, chunk.max_draft, accepted)
                 self.tokens += accepted + 1
@@ -87,7 +88,7 @@ def compute_bound(rows: int) -> float:
     return 0.2 + 1.0 * rows
 
 
-def test_what_always_stands_is_drafted_at_full_length() -> None:
+def test_always_accepted_drafts_reach_full_length() -> None:
     machine = Machine(lambda j: 1.0, memory_bound)
     assert machine.speed() > 7
     assert machine.asked[-1] == MAX_ADAPTIVE
@@ -97,7 +98,7 @@ def test_what_always_stands_is_drafted_at_full_length() -> None:
 @pytest.mark.parametrize("draft_s", [0.0, 0.1, 0.4])
 @pytest.mark.parametrize("rows", [1, 8, 48])
 @pytest.mark.parametrize("forward_s", [memory_bound, compute_bound])
-def test_what_never_stands_is_hardly_drafted(
+def test_never_accepted_drafts_are_rarely_tried(
     forward_s: Callable[[int], float], rows: int, draft_s: float, noise: float
 ) -> None:
     machine = Machine(lambda j: 0.0, forward_s, draft_s, rows=rows, noise=noise)
@@ -108,7 +109,7 @@ def test_what_never_stands_is_hardly_drafted(
 @pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.8])
 @pytest.mark.parametrize("draft_s", [0.0, 0.15, 0.5])
 @pytest.mark.parametrize("forward_s", [memory_bound, compute_bound])
-def test_close_to_the_best_fixed_length_whatever_that_is(
+def test_adaptive_length_is_close_to_best_fixed_length(
     forward_s: Callable[[int], float], draft_s: float, acceptance: float
 ) -> None:
     def fixed(length: int) -> float:
@@ -119,16 +120,16 @@ def test_close_to_the_best_fixed_length_whatever_that_is(
     assert Machine(lambda j: acceptance, forward_s, draft_s).speed(3000) > 0.95 * best
 
 
-def test_drafts_that_get_worse_along_the_way_stay_short() -> None:
+def test_drafts_stay_short_when_later_tokens_are_rejected() -> None:
     machine = Machine(lambda j: 0.95 if j < 2 else 0.05, memory_bound, 0.1)
     machine.steps(500)
     assert set(machine.asked[-100:]) <= {0, 2, 3}
-    assert machine.asked[-100:].count(0) <= 2  # to see again what a step without drafts costs
+    assert machine.asked[-100:].count(0) <= 2  # to measure a step without drafts again
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 1.0])
 @pytest.mark.parametrize("slow", ["step", "draft"])
-def test_a_machine_that_was_busy_at_first_is_forgiven(slow: str, acceptance: float) -> None:
+def test_slow_first_measurements_are_corrected(slow: str, acceptance: float) -> None:
     machine = Machine(lambda j: acceptance, memory_bound, 0.1)
     calm = machine.forward_s, machine.draft_s
     if slow == "step":
@@ -144,8 +145,8 @@ def test_a_machine_that_was_busy_at_first_is_forgiven(slow: str, acceptance: flo
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.9])
-def test_many_who_come_and_go_are_not_slowed_down_by_trying(acceptance: float) -> None:
-    # 32 rows that cost little together, a drafter that costs the more the more it drafts for.
+def test_frequently_replaced_sequences_are_not_slowed_by_exploration(acceptance: float) -> None:
+    # 32 rows that cost little together, and a drafter whose cost grows with the number of sequences.
     machine = Machine(
         lambda j: acceptance, lambda n: 3.0 + 0.1 * n, lambda lines: 1.0 + 0.2 * lines, rows=32
     )
@@ -157,7 +158,7 @@ def test_many_who_come_and_go_are_not_slowed_down_by_trying(acceptance: float) -
     assert machine.tokens / machine.seconds > 0.97 * 32 / machine.forward_s(32)
 
 
-def test_what_was_given_up_is_taken_up_again() -> None:
+def test_drafting_resumes_when_drafts_are_accepted_again() -> None:
     machine = Machine(lambda j: 0.0, memory_bound, 0.1)
     machine.steps(400)
     machine.acceptance = lambda j: 0.9
@@ -165,7 +166,7 @@ def test_what_was_given_up_is_taken_up_again() -> None:
     assert sorted(machine.asked[-100:])[2] >= 2
 
 
-def test_each_sequence_has_its_own_length() -> None:
+def test_each_sequence_has_its_own_draft_length() -> None:
     machine = Machine(lambda j: 0.0, lambda rows: 1.0 + 0.15 * rows, 0.02, rows=2)
     good, bad = machine.sequences
     for _ in range(300):
@@ -177,11 +178,11 @@ def test_each_sequence_has_its_own_length() -> None:
     assert wanted.get(good, 0) >= 4 and wanted.get(bad, 0) <= 1
 
 
-def test_a_proposer_that_seldom_has_anything_to_say_costs_nothing() -> None:
+def test_proposer_that_rarely_drafts_does_not_slow_decoding() -> None:
     assert Machine(lambda j: 0.9, memory_bound, 0.001, proposes=0.1).speed() > 1.0
 
 
-def test_a_draft_is_never_longer_than_there_is_room() -> None:
+def test_draft_is_never_longer_than_room() -> None:
     machine = Machine(lambda j: 1.0, memory_bound, rows=3)
     machine.steps(50, room=2)
     assert max(machine.asked) <= 6
@@ -189,13 +190,13 @@ def test_a_draft_is_never_longer_than_there_is_room() -> None:
     assert machine.asked[-5:] == [0] * 5
 
 
-def test_a_fixed_length_is_just_that() -> None:
+def test_fixed_draft_length_is_limited_only_by_room() -> None:
     a, b, c = sequences(3)
     assert DraftLengths(4).choose({a: 9, b: 2, c: 0}) == {a: 4, b: 2}
     assert DraftLengths(0).choose({a: 9}) == {}
 
 
-def test_prefill_that_never_ends_does_not_end_drafting() -> None:
+def test_continuous_prefill_does_not_stop_drafting() -> None:
     machine = Machine(lambda j: 1.0, memory_bound)
     machine.steps(30)
     (decoding,) = machine.sequences

@@ -1,4 +1,4 @@
-"""Drafts beside all that happens to an engine: new weights, sleep, aborts, doors. And what is told."""
+"""Drafts together with weight updates, aborts, timeouts and other APIs; draft metrics; rejected options."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def finish(llm: LLM, requests: list[Request]) -> list[Any]:
     return [request.result for request in requests]
 
 
-# ---- new weights, sleep, ends from outside
+# ---- weight updates, aborts, timeouts
 
 
 def other_weights() -> dict[str, torch.Tensor]:
@@ -54,7 +54,7 @@ def other_weights() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("length", [3, None])
-def test_those_who_begin_again_with_new_weights_are_drafted_for_anew(length: int | None) -> None:
+def test_requests_restarted_by_weight_update_match_plain_decoding(length: int | None) -> None:
     with open_toy(make_toy("llama")) as llm:
         old = llm.generate(PROMPTS, ASKED)
         llm.update_weights(other_weights())
@@ -70,15 +70,15 @@ def test_those_who_begin_again_with_new_weights_are_drafted_for_anew(length: int
             assert all_facts(finish(llm, requests)) == all_facts(new)
             if isinstance(drafter, Ngram):
                 del request, requests
-                gc.collect()  # a request and its sequences know each other
-                assert not drafter._histories  # it holds on to nobody
+                gc.collect()  # a request and its sequences reference each other
+                assert not drafter._histories  # it keeps no sequence alive
 
 
-def test_those_who_go_on_with_new_weights_draw_the_rest_as_plain_decoding_does() -> None:
+def test_requests_continued_after_weight_update_match_plain_decoding() -> None:
     with open_toy(make_toy("llama")) as llm:
         answers = answers_of(llm.generate(PROMPTS[:1], ASKED[:1]))
     split = None
-    told = []
+    found = []
     for drafter in (Oracle(answers), None):
         with open_toy(make_toy("llama"), drafter, drafter and 4) as llm:
             (request,) = requests = admitted(llm, ASKED[:1])
@@ -87,15 +87,15 @@ def test_those_who_go_on_with_new_weights_draw_the_rest_as_plain_decoding_does()
             while len(ids) < (split or 11):
                 llm.engine.step()
             assert split in (None, len(ids))
-            split = len(ids)  # 11: two windows of five behind the first token
+            split = len(ids)  # 11: two windows of five after the first token
             llm.update_weights(other_weights())
             (result,) = finish(llm, requests)
             assert result.outputs[0].weight_versions == [0] * split + [1] * (30 - split)
-            told.append(facts(result))
-    assert told[0] == told[1]
+            found.append(facts(result))
+    assert found[0] == found[1]
 
 
-def test_an_abort_and_a_timeout_keep_what_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abort_and_timeout_keep_accepted_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     module = make_toy("llama")
     asked = [q.replace(timeout_s=1000.0 if i == 2 else None) for i, q in enumerate(ASKED)]
     with open_toy(module) as llm:
@@ -119,30 +119,30 @@ def test_an_abort_and_a_timeout_keep_what_stands(monkeypatch: pytest.MonkeyPatch
     assert all_facts([results[0], results[3]]) == all_facts([plain[0], plain[3]])
 
 
-def test_a_live_modules_step_in_the_middle_is_seen_between_drafts() -> None:
-    """The optimizer's step counts as an update, whoever drafts."""
-    told = []
+def test_optimizer_step_on_live_module_takes_effect_between_drafts() -> None:
+    """The step counts as a weight update, with drafts and without."""
+    found = []
     for drafter in (None, Random(2)):
         module = make_toy("llama")
         with open_toy(module, drafter, drafter and 3) as llm:
             requests = admitted(llm)
             for request in requests:
                 llm.engine.submit(request)
-            for _ in range(6):  # no draft of these is ever right
+            for _ in range(6):  # none of these drafts is accepted
                 llm.engine.step()
             with torch.no_grad():
                 for parameter in module.parameters():
                     parameter.mul_(1.25)
-            told.append(all_facts(finish(llm, requests)))
+            found.append(all_facts(finish(llm, requests)))
             assert llm.stats()["weight_version"] == 1
-    assert told[0] == told[1]
+    assert found[0] == found[1]
 
 
-# ---- doors
+# ---- other APIs
 
 
-def test_ranks_keep_step_whatever_is_drafted() -> None:
-    """A rank's step is one forward, with drafts or without; the group of one stands for any."""
+def test_rollout_with_process_group_is_same_with_drafts() -> None:
+    """A rank's step is one forward, with drafts or without. A group of one rank stands in for any."""
     module = make_toy("llama")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -154,7 +154,7 @@ def test_ranks_keep_step_whatever_is_drafted() -> None:
                 )
                 found.append((rollout.responses.tolist(), rollout.logprobs.tolist()))
         assert found == found[:1] * 4
-        with LLM(module, draft="early-exit") as llm:  # forwards of a module that may talk to ranks
+        with LLM(module, draft="early-exit") as llm:  # its drafts run a module that may communicate
             with pytest.raises(NotSupported, match="process group with drafts by LayersProposer"):
                 rl.rollout(llm, PROMPTS, LONG, process_group=dist.group.WORLD)
             assert llm.stats()["forwards"] == 0
@@ -162,7 +162,7 @@ def test_ranks_keep_step_whatever_is_drafted() -> None:
         dist.destroy_process_group()
 
 
-def test_a_proposer_that_a_user_brings_is_not_closed_with_the_engine() -> None:
+def test_proposer_passed_by_user_is_not_closed_with_engine() -> None:
     class Kept(Ngram):
         closed = False
 
@@ -176,23 +176,23 @@ def test_a_proposer_that_a_user_brings_is_not_closed_with_the_engine() -> None:
     assert not proposer.closed
 
 
-def test_what_a_drafter_holds_is_told() -> None:
+def test_info_reports_weights_kv_and_layers_of_drafter() -> None:
     module, small = make_toy("llama"), make_toy("llama", num_hidden_layers=1)
     with LLM(module, draft=small) as llm:
-        told = llm.info()["draft"]
-    assert told["proposer"] == "DraftModelProposer" and told["num_draft_tokens"] is None
-    assert told["weight_bytes"] == sum(p.nbytes for p in small.parameters())
-    assert told["kv_bytes"] > 0 and told["layers"] == 1
+        report = llm.info()["draft"]
+    assert report["proposer"] == "DraftModelProposer" and report["num_draft_tokens"] is None
+    assert report["weight_bytes"] == sum(p.nbytes for p in small.parameters())
+    assert report["kv_bytes"] > 0 and report["layers"] == 1
     with LLM(module, draft="early-exit") as llm:
         assert llm.info()["draft"]["layers"] == 1
     with LLM(module) as llm:
         assert llm.info()["draft"] is None
 
 
-# ---- what is told
+# ---- metrics
 
 
-def test_figures_of_requests_add_up_to_the_engines_and_say_what_became_of_drafts() -> None:
+def test_draft_metrics_of_requests_add_up_to_stats_of_engine() -> None:
     module = make_toy("llama")
     with open_toy(module) as llm:
         plain = llm.generate(PROMPTS, ASKED)
@@ -205,19 +205,19 @@ def test_figures_of_requests_add_up_to_the_engines_and_say_what_became_of_drafts
     with open_toy(module, right, 3) as llm:
         results = llm.generate(prompts, asked)
         assert all_facts(results[:4]) == all_facts(plain)
-        said = llm.stats()["draft"]
+        reported = llm.stats()["draft"]
         total = llm.engine.drafting.totals  # type: ignore[union-attr]
-    assert results[4].metrics.draft == DraftStats()  # it asked for none
+    assert results[4].metrics.draft == DraftStats()  # it disabled drafts
     each = [result.metrics.draft for result in results[:4]]
     assert total.num_drafted == [sum(f.num_drafted[j] for f in each) for j in range(3)]
     for name in ("num_forwards", "num_tokens", "num_cut"):
         assert getattr(total, name) == sum(getattr(f, name) for f in each)
     assert total.time_s == pytest.approx(sum(f.time_s for f in each)) and total.time_s > 0
-    assert said["drafted"] == sum(total.num_drafted)
-    assert said["accepted"] == sum(total.num_accepted)
-    assert said["time_s"] == total.time_s
-    assert (said["cut"], said["errors"], said["last_error"]) == (0, 0, None)
-    assert said["acceptance"] == total.acceptance
+    assert reported["drafted"] == sum(total.num_drafted)
+    assert reported["accepted"] == sum(total.num_accepted)
+    assert reported["time_s"] == total.time_s
+    assert (reported["cut"], reported["errors"], reported["last_error"]) == (0, 0, None)
+    assert reported["acceptance"] == total.acceptance
     for seed, (figures, result) in enumerate(zip(each, results, strict=False)):
         samples = len(result.outputs)
         # One forward, the prompt's, draws for all samples and has no draft.
@@ -229,27 +229,27 @@ def test_figures_of_requests_add_up_to_the_engines_and_say_what_became_of_drafts
         assert figures.num_drafted == sorted(figures.num_drafted, reverse=True)
 
 
-def test_a_drafter_that_fails_counts_once_a_time_and_once_for_each_request_it_failed() -> None:
+def test_drafter_errors_are_counted_per_call_and_per_request() -> None:
     drafter = Hostile("an error")
     with open_toy(make_toy("llama"), drafter, 3) as llm:
         results = llm.generate(PROMPTS[:2], ASKED[:2])  # the second has two samples
-        said = llm.stats()["draft"]
-    # At every token but the first, the last, and the second, before which the samples part.
-    assert said["errors"] == drafter.num_calls == 27
+        reported = llm.stats()["draft"]
+    # At every token but the first, the last, and the second, before which the samples fork.
+    assert reported["errors"] == drafter.num_calls == 27
     assert [r.metrics.draft.num_errors for r in results] == [27, 27]
-    assert said["last_error"] == "ValueError: out of ideas"
-    assert said["tokens_per_forward"] == 1.0 and said["acceptance"] == []
+    assert reported["last_error"] == "ValueError: out of ideas"
+    assert reported["tokens_per_forward"] == 1.0 and reported["acceptance"] == []
 
 
-# ---- the door
+# ---- rejected requests and options
 
 
-def test_beams_are_refused_by_name_where_somebody_drafts_and_work_without() -> None:
+def test_beam_search_is_rejected_with_drafts_and_works_without() -> None:
     beams = SamplingParams(num_beams=3, n=2, max_tokens=6, seed=1)
     module = make_toy("llama")
     with open_toy(module) as llm:
         expected = facts(llm.generate(PROMPTS[0], beams.replace(draft=False))[0])
-        assert facts(llm.generate(PROMPTS[0], beams)[0]) == expected  # nobody drafts here
+        assert facts(llm.generate(PROMPTS[0], beams)[0]) == expected  # no drafter here
     for options in (dict(length=4), dict(length=0), dict()):
         with open_toy(module, "ngram", **options) as llm:
             for call in (llm.generate, llm.stream):
@@ -270,7 +270,7 @@ def test_beams_are_refused_by_name_where_somebody_drafts_and_work_without() -> N
         (dict(draft=3), "draft=3"),
         (dict(draft=""), "draft=''"),
         (dict(draft=True), "draft=True"),
-        (dict(draft=Random), "draft=<class"),  # the class, where one of it is wanted
+        (dict(draft=Random), "draft=<class"),  # the class instead of an instance
         (dict(draft=lambda sequences, lengths: []), "draft=<function"),
         (dict(draft=["ngram"]), r"draft=\['ngram'\]"),
         (dict(num_draft_tokens=2), r"num_draft_tokens=2: requires draft="),
@@ -281,6 +281,6 @@ def test_beams_are_refused_by_name_where_somebody_drafts_and_work_without() -> N
         (dict(draft="ngram", num_draft_tokens="2"), "num_draft_tokens='2'"),
     ],
 )
-def test_what_cannot_draft_is_refused_with_what_can(options: dict[str, Any], said: str) -> None:
+def test_invalid_draft_options_are_rejected(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         LLM(make_toy("llama"), kv_memory="1MB", **options)

@@ -1,4 +1,4 @@
-"""Drafting with another model: vocabularies, structures, memory, weights, refusals."""
+"""Drafting with a draft model: structured output, KV cache, memory, weights, rejected models."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from support.requests_mixed import all_facts, facts, generated, mixed_requests
 from support.toy_tokenizers import byte_level, metaspace
 from support.toys import make_toy, random_ids
 from verbatim import LLM, InvalidRequest, NotSupported, SamplingParams, storyteller
+from verbatim.api.drafters import open_drafting
 from verbatim.draft import DraftModel
 from verbatim.draft.model import DraftModelProposer
-from verbatim.drafters import open_drafting
 from verbatim.engine import drafting, scheduler
 from verbatim.errors import ModelError, OutOfBlocks
-from verbatim.placement.distributed import following
+from verbatim.placement.distributed import ranks
 from verbatim.sampling import grammar
 
 PROMPT = random_ids(21, seed=5)
@@ -52,19 +52,19 @@ def note_calls(llm: LLM) -> list[tuple[int, int]]:
 
 
 def rows_of(calls: list[tuple[int, int]]) -> int:
-    """The rows of all calls, which are dropped."""
+    """The rows of all calls so far, which are cleared."""
     rows = sum(count for count, _ in calls)
     calls.clear()
     return rows
 
 
-# ---- the words
+# ---- structured output
 
 
-def test_a_structure_is_kept_in_mind_while_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_follow_structured_output_constraints(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (drafting, scheduler):  # a slow mask would cut a draft
         monkeypatch.setattr(module, "MASK_WAIT_S", 30.0)
-    monkeypatch.setattr(grammar, "SLOW_S", 30.0)  # and the steps after it would have none
+    monkeypatch.setattr(grammar, "SLOW_S", 30.0)  # and the steps after it would have no drafts
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}},
@@ -85,7 +85,8 @@ def test_a_structure_is_kept_in_mind_while_drafting(monkeypatch: pytest.MonkeyPa
     with LLM(draft=storyteller.path(), num_draft_tokens=5) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected
         assert llm.stats()["draft"]["acceptance"] == [1.0] * 5
-        for p in params[1:]:  # alone, each forward but the first gives five drafted tokens and one
+        # Alone, each forward but the first gives five drafted tokens and one more.
+        for p in params[1:]:
             (result,) = llm.generate(prompts[0], p)
             (completion,) = result.outputs
             forwards = 1 + math.ceil((len(completion.token_ids) - 1) / 6)
@@ -99,10 +100,10 @@ def test_a_structure_is_kept_in_mind_while_drafting(monkeypatch: pytest.MonkeyPa
             check_no_drafts_left(llm)
 
 
-# ---- what is computed, and what is kept
+# ---- computation and KV cache
 
 
-def test_nothing_is_computed_twice_and_samples_share_their_prompt() -> None:
+def test_draft_model_computes_no_token_twice_and_samples_share_prompt() -> None:
     model = make_toy("qwen3")
     twin = make_toy("qwen3")
     with LLM(model, draft=twin, num_draft_tokens=3, block_size=4) as llm:
@@ -114,7 +115,7 @@ def test_nothing_is_computed_twice_and_samples_share_their_prompt() -> None:
         assert forwards == 1 + math.ceil(29 / 4)  # and none of the draft model's
         llm.generate(PROMPT[::-1], params.replace(n=4))
         assert rows_of(calls) < 4 * one - 3 * 18  # of 21 ids of the prompt, 20 are in full blocks
-        # Behind an end of sequence nothing is drafted.
+        # Nothing is drafted after an end of sequence.
         two: dict[str, Any] = dict(allowed_token_ids=[5, 2], min_tokens=2, logit_bias={2: 60.0})
         result = llm.generate(PROMPT, SamplingParams(seed=1, max_tokens=30, **two))[0]
         assert result.outputs[0].token_ids == [5, 5, 2]
@@ -122,11 +123,11 @@ def test_nothing_is_computed_twice_and_samples_share_their_prompt() -> None:
         check_no_drafts_left(llm)
 
 
-def test_drafts_are_those_of_a_draft_model_that_computes_all_of_it_each_time() -> None:
+def test_drafts_with_kv_cache_match_drafts_recomputed_from_scratch() -> None:
     prompts = [random_ids(9 + 4 * i, i) for i in range(3)]
     params = [SamplingParams(seed=i, n=2, max_tokens=30, ignore_eos=True) for i in range(3)]
     model, draft = make_toy("qwen3", num_hidden_layers=2), make_toy("qwen3")
-    with torch.no_grad():  # alike enough to be right now and then
+    with torch.no_grad():  # similar enough for some drafts to be accepted
         model.model.embed_tokens.weight.copy_(draft.model.embed_tokens.weight)
         model.lm_head.weight.copy_(draft.lm_head.weight)
     found: list[dict[Any, list[int]]] = [{}, {}]
@@ -145,7 +146,7 @@ def test_drafts_are_those_of_a_draft_model_that_computes_all_of_it_each_time() -
             ) -> Any:
                 answers = []
                 for sequence, length in zip(sequences, lengths, strict=True):
-                    # Now and then it is not asked, and other tokens come than it thought.
+                    # Some steps go without it, and tokens differ from its drafts.
                     asked = sequence.num_tokens % 5 > 1
                     forget()
                     answers += plain([sequence], [length]) if asked else [[]]
@@ -161,7 +162,7 @@ def test_drafts_are_those_of_a_draft_model_that_computes_all_of_it_each_time() -
     assert len(found[0]) > 60
 
 
-def test_where_its_memory_runs_out_drafts_get_shorter_and_words_stay() -> None:
+def test_drafts_get_shorter_with_little_memory_and_tokens_stay_the_same() -> None:
     model = make_toy("qwen3")
     prompts = [random_ids(9 + 3 * i, i) for i in range(6)]
     params = [SamplingParams(seed=i, max_tokens=25, ignore_eos=True) for i in range(6)]
@@ -180,14 +181,14 @@ def test_where_its_memory_runs_out_drafts_get_shorter_and_words_stay() -> None:
             assert set(acceptance) <= {1.0}
             drafted.append(llm.stats()["draft"]["drafted"])
             check_no_drafts_left(llm)
-            # Whoever is alone has all of it, also behind others.
+            # A request that runs alone has all memory, also after others.
             alone = llm.generate(prompts[0], params[0])[0]
             assert facts(alone) == expected[0]
             assert bool(alone.metrics.draft.num_drafted) == (num_blocks > 3)
     assert drafted == sorted(drafted) and drafted[0] == 0 < drafted[1] < drafted[-1]
 
 
-def test_a_later_request_computes_no_more_than_the_end_of_a_known_prefix(tmp_path: Path) -> None:
+def test_draft_model_reuses_cached_prefix_of_earlier_request(tmp_path: Path) -> None:
     model = make_toy("qwen3")
     model.save_pretrained(tmp_path)
     params = SamplingParams(seed=1, max_tokens=30, ignore_eos=True)
@@ -207,7 +208,7 @@ def test_a_later_request_computes_no_more_than_the_end_of_a_known_prefix(tmp_pat
         check_no_drafts_left(llm)
 
 
-def test_samples_that_wait_for_a_first_block_are_no_refused_drafts() -> None:
+def test_samples_waiting_for_first_block_do_not_count_as_rejected_drafts() -> None:
     model, twin = make_toy("qwen3"), make_toy("qwen3")
     with LLM(model, draft=twin, num_draft_tokens=3, block_size=4) as llm:
         assert llm.engine.drafting is not None
@@ -217,7 +218,7 @@ def test_samples_that_wait_for_a_first_block_are_no_refused_drafts() -> None:
         assert len(noted) >= 12 and all(length == accepted for length, accepted in noted)
 
 
-def test_without_a_prefix_cache_only_samples_share_blocks(tmp_path: Path) -> None:
+def test_without_prefix_cache_only_samples_share_blocks(tmp_path: Path) -> None:
     model = make_toy("qwen3")
     model.save_pretrained(tmp_path)
     params = SamplingParams(seed=1, max_tokens=9, ignore_eos=True)
@@ -234,7 +235,7 @@ def test_without_a_prefix_cache_only_samples_share_blocks(tmp_path: Path) -> Non
         assert rows_of(calls) < 4 * one - 3 * 18
 
 
-def test_its_position_limit_ends_drafts_and_not_the_request() -> None:
+def test_position_limit_of_draft_model_ends_drafts_but_not_request() -> None:
     model, draft = make_toy("gpt2"), make_toy("gpt2", max_position_embeddings=32, n_positions=32)
     params = SamplingParams(seed=2, max_tokens=40, ignore_eos=True)
     with LLM(model) as llm:
@@ -249,7 +250,7 @@ def test_its_position_limit_ends_drafts_and_not_the_request() -> None:
 # ---- weights and memory
 
 
-def test_k_and_v_of_other_weights_are_forgotten() -> None:
+def test_kv_cache_of_draft_model_is_dropped_when_weights_change() -> None:
     model, draft = make_toy("qwen3"), make_toy("qwen3")
     with LLM(model, draft=draft, num_draft_tokens=2) as llm:
         stream = llm.stream(PROMPT, SamplingParams(seed=1, max_tokens=40, ignore_eos=True))
@@ -274,7 +275,7 @@ def test_k_and_v_of_other_weights_are_forgotten() -> None:
         assert llm.stats()["draft"]["acceptance"] == [1.0] * 3
 
 
-def test_weights_that_can_not_sleep_leave_everything_awake(tmp_path: Path) -> None:
+def test_rejected_weight_sleep_leaves_engine_and_drafter_awake(tmp_path: Path) -> None:
     model = make_toy("qwen3")
     model.save_pretrained(tmp_path)
     params = SamplingParams(seed=1, max_tokens=12)
@@ -289,10 +290,24 @@ def test_weights_that_can_not_sleep_leave_everything_awake(tmp_path: Path) -> No
             assert result.metrics.draft.acceptance == [1.0] * 3
 
 
-# ---- refusals, and draft models that are no good
+def test_failed_sleep_of_runner_leaves_drafter_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(seed=1, max_tokens=12)
+    with LLM(make_toy("qwen3"), draft=make_toy("qwen3"), num_draft_tokens=3) as llm:
+
+        def fail(weights: bool) -> None:
+            raise OSError("no space left")
+
+        monkeypatch.setattr(llm.engine.runner, "sleep", fail)
+        with pytest.raises(OSError, match="no space left"):
+            llm.sleep()
+        assert not llm.stats()["asleep"]
+        assert llm.generate(PROMPT, params)[0].metrics.draft.acceptance == [1.0] * 3
 
 
-def test_a_draft_model_of_nan_or_one_that_raises_costs_no_word() -> None:
+# ---- failing and rejected draft models
+
+
+def test_draft_model_with_nan_or_errors_does_not_change_tokens() -> None:
     prompts, params = mixed_requests(12)
     model = make_toy("qwen3")
     expected = generated(LLM(model), prompts, params)
@@ -315,14 +330,14 @@ def test_a_draft_model_of_nan_or_one_that_raises_costs_no_word() -> None:
         assert llm.stats()["draft"]["last_error"] == "OSError: no more"
         proposer_of(llm).update()
         assert proposer_of(llm).pool.num_used == 0
-    # One that is edited beyond what can be followed.
+    # One that loses a layer while it is open.
     with LLM(model, draft=(draft := make_toy("llama")), num_draft_tokens=3) as llm:
         del draft.model.layers[2]
         assert all_facts(llm.generate(prompts, params)) == expected
         assert "ModelChanged" in llm.stats()["draft"]["last_error"]
 
 
-def test_a_draft_model_with_another_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
+def test_draft_model_with_other_vocabulary_is_rejected(tmp_path: Path) -> None:
     ours, theirs = byte_level().hf, metaspace().hf
     size = max(len(ours), len(theirs))
     model = make_toy("qwen3", vocab_size=size)
@@ -332,7 +347,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused_by_name(tmp_path: Path
         InvalidRequest, match=r"tokenizer differs from the model's: id \d+ is '.*' there and"
     ):
         LLM(model, tokenizer=ours, draft=tmp_path)
-    # Without one of ours there are only the sizes, which may differ by padding.
+    # Without a tokenizer of the model, only sizes are compared, which may differ by padding.
     LLM(model, draft=tmp_path).close()
     with pytest.raises(InvalidRequest, match=rf"has 2000 ids, and the model's has {size}"):
         LLM(model, tokenizer=ours, draft=make_toy("llama", vocab_size=2000))
@@ -347,9 +362,9 @@ def test_a_draft_model_with_another_vocabulary_is_refused_by_name(tmp_path: Path
         assert llm.stats()["draft"]["drafted"] > 0
 
 
-def test_what_can_not_be_a_draft_model_is_refused_by_name(tmp_path: Path) -> None:
+def test_invalid_draft_models_are_rejected(tmp_path: Path) -> None:
     model = make_toy("qwen3")
-    named = r"draft='\./nowhere', which is none of 'ngram', 'mtp', 'early-exit': "
+    named = r"draft='\./nowhere': not one of 'ngram', 'mtp', 'early-exit', and can't be opened as a model: "
     with pytest.raises(ModelError, match=named):
         LLM(model, draft="./nowhere")
     with pytest.raises(ModelError, match=r"config\.json"):
@@ -372,8 +387,8 @@ def test_what_can_not_be_a_draft_model_is_refused_by_name(tmp_path: Path) -> Non
             DraftModel(model, kv_memory=memory)
 
 
-def test_a_rank_that_follows_opens_no_draft_model() -> None:
-    told, unused = dict.fromkeys(following._ATTRIBUTES, 9) | {"info": {}}, cast(Any, None)
-    runner: Any = following.FollowingRunner(unused, told)
+def test_following_rank_opens_no_draft_model() -> None:
+    attributes, unused = dict.fromkeys(ranks._ATTRIBUTES, 9) | {"info": {}}, cast(Any, None)
+    runner: Any = ranks.FollowingRunner(unused, attributes)
     drafting = open_drafting(DraftModel("no/such/folder"), 3, runner, unused, unused)
     assert drafting is not None and drafting.info()["num_draft_tokens"] == 3

@@ -1,4 +1,4 @@
-"""What drafts do step by step: how many tokens come of them, what they take and give back, what is told."""
+"""Drafts step by step: accepted tokens, blocks taken and returned, effects on other requests, failures."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def finish(engine: Engine, *requests: Request) -> list[Result]:
     return [result_of(request) for request in requests]
 
 
-# ---- how many tokens
+# ---- accepted tokens
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 5, 8])
-def test_an_oracle_needs_one_forward_for_each_window(length: int) -> None:
+def test_oracle_needs_one_forward_per_draft_window(length: int) -> None:
     for count in range(1, 24):
         asked = FREE.replace(max_tokens=count)
         plain = solo(PROMPT, asked)
@@ -62,7 +62,7 @@ def test_an_oracle_needs_one_forward_for_each_window(length: int) -> None:
         request = begin(engine, admission, PROMPT, asked)
         assert facts(finish(engine, request)[0]) == facts(plain)
         assert engine.runner.num_forwards == 1 + -(-(count - 1) // (length + 1))
-        # No row is computed for nothing: the prompt's, and those of all tokens but the last.
+        # No row is wasted: those of the prompt, and of all tokens but the last.
         assert engine.runner.num_rows == len(PROMPT) + count - 1  # type: ignore[attr-defined]
 
 
@@ -81,7 +81,7 @@ def held(engine: Engine, sequence: Sequence) -> tuple[int, ...]:
 @pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("num_prompt", [3, 4, 5, 6])
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
-def test_as_many_right_drafts_and_one_token_more_come_out_and_nothing_else_is_held(
+def test_step_yields_accepted_drafts_plus_one_and_holds_no_extra_blocks(
     length: int, num_prompt: int, prefix_cache: bool
 ) -> None:
     prompt = [3 + i for i in range(num_prompt)]
@@ -115,7 +115,7 @@ def test_as_many_right_drafts_and_one_token_more_come_out_and_nothing_else_is_he
 
 
 @pytest.mark.parametrize("place", range(1, 8))
-def test_whatever_ends_a_sequence_ends_it_inside_a_window(place: int) -> None:
+def test_stop_conditions_end_sequence_inside_draft_window(place: int) -> None:
     free = solo(PROMPT, FREE)
     ids = free.outputs[0].token_ids
     stops: list[dict[str, Any]] = [
@@ -131,7 +131,7 @@ def test_whatever_ends_a_sequence_ends_it_inside_a_window(place: int) -> None:
         asked = FREE.replace(**stop)
         plain = solo(PROMPT, asked)
         answers = answers_of([plain])
-        for key, said in answers.items():  # a drafter that would go on behind the end
+        for key, said in answers.items():  # a drafter that continues past the end
             answers[key] = said + [3 + i % 20 for i in range(30)]
         engine, admission = open_scripted(Oracle(answers, vocab_size=VOCAB), 8)
         result = finish(engine, begin(engine, admission, PROMPT, asked))[0]
@@ -142,13 +142,13 @@ def test_whatever_ends_a_sequence_ends_it_inside_a_window(place: int) -> None:
         assert engine.runner.num_forwards < len(c.token_ids) or len(c.token_ids) < 4
 
 
-def test_requests_of_one_token_or_none_and_those_that_say_no_are_not_drafted_for() -> None:
+def test_short_requests_and_requests_with_draft_false_are_not_drafted() -> None:
     drafter = oracle([])
     engine, admission = open_scripted(drafter, 5)
     asked = [
         FREE.replace(max_tokens=0, prompt_logprobs=1),
         FREE.replace(max_tokens=1),
-        FREE.replace(max_tokens=2),  # the second is drawn behind the first, which no draft can be
+        FREE.replace(max_tokens=2),  # one token is left after the first, and needs no draft
         FREE.replace(draft=False),
         FREE.replace(draft=False, num_beams=2, logprobs=None, seed=None, hidden_states=False),
     ]
@@ -159,11 +159,11 @@ def test_requests_of_one_token_or_none_and_those_that_say_no_are_not_drafted_for
     assert [r.metrics.draft.num_forwards for r in results] == [0, 1, 2, 0, 0]
 
 
-# ---- what a draft takes from others
+# ---- effects on other requests
 
 
 def trace(engine: Engine, admission: Admission, script: list[tuple[int, Any, Any]]) -> Any:
-    """When each request of a script (step, prompt, params) had its first token, and how it went."""
+    """Run a script of (step, prompt, params): results, steps of first tokens, preemptions, steps."""
     first: dict[int, int] = {}
     requests: list[Request] = []
     queue, step = list(script), 0
@@ -180,7 +180,7 @@ def trace(engine: Engine, admission: Admission, script: list[tuple[int, Any, Any
 
 
 def crowd(seed: int) -> tuple[list[tuple[int, Any, Any]], dict[str, Any]]:
-    """Requests that come one by one to an engine with too few rows, seats and blocks for them."""
+    """Requests that arrive one by one, and options with too few rows, sequences and blocks for them."""
     rng = random.Random(seed)
     script = []
     for i in range(9):
@@ -203,8 +203,8 @@ def crowd(seed: int) -> tuple[list[tuple[int, Any, Any]], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_wrong_drafts_cost_nobody_a_row_a_block_or_a_step(seed: int) -> None:
-    """Each step has the same chunks as without them, so that everything happens when it would have."""
+def test_rejected_drafts_do_not_change_timing_or_preemptions(seed: int) -> None:
+    """Each step has the same chunks as without drafts, and so everything happens at the same step."""
     script, options = crowd(seed)
     plain = trace(*open_scripted(**options, prefix_cache=False), script)
     wrong = Oracle(answers_of(plain[0]), lambda sequence: 0, VOCAB)
@@ -216,7 +216,7 @@ def test_wrong_drafts_cost_nobody_a_row_a_block_or_a_step(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_right_drafts_make_nobody_wait_longer(seed: int) -> None:
+def test_accepted_drafts_do_not_delay_first_tokens(seed: int) -> None:
     script, options = crowd(seed)
     plain = trace(*open_scripted(**options), script)
     right = Oracle(answers_of(plain[0]), vocab_size=VOCAB)
@@ -226,7 +226,7 @@ def test_right_drafts_make_nobody_wait_longer(seed: int) -> None:
     assert drafted[3] <= plain[3]
 
 
-def test_a_long_prompt_is_read_as_fast_beside_drafts() -> None:
+def test_long_prefill_is_not_slowed_by_drafts() -> None:
     asked = FREE.replace(max_tokens=30)
     plain = solo(PROMPT, asked)
     for proposer in (None, oracle([plain], lambda sequence: 0)):
@@ -242,11 +242,11 @@ def test_a_long_prompt_is_read_as_fast_beside_drafts() -> None:
         assert facts(finish(engine, first, late)[0]) == facts(plain)
 
 
-# ---- what happens meanwhile
+# ---- interrupts, aborts, failures
 
 
 class Broken:
-    """Presses Ctrl-C in the middle of a proposal; some of it was given already."""
+    """Raises KeyboardInterrupt in the middle of a proposal, some of which was returned already."""
 
     def __init__(self, inner: Any, every: int) -> None:
         self.inner, self.every, self.calls = inner, every, 0
@@ -260,7 +260,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_a_proposal_broken_off_by_ctrl_c_leaves_blocks_and_words_as_they_were(every: int) -> None:
+def test_ctrl_c_during_proposal_leaves_blocks_and_tokens_unchanged(every: int) -> None:
     results = [solo(PROMPT[i:], FREE.replace(seed=i)) for i in range(3)]
     engine, admission = open_scripted(Broken(oracle(results), every), 6)
     requests = [begin(engine, admission, PROMPT[i:], FREE.replace(seed=i)) for i in range(3)]
@@ -275,30 +275,30 @@ def test_a_proposal_broken_off_by_ctrl_c_leaves_blocks_and_words_as_they_were(ev
                 assert len(s.blocks) == (-(-s.num_tokens // 4) if s.blocks else 0)
             engine.drafting = drafting(Broken(oracle(results), every + 1), 6, VOCAB)
             if every == 1:
-                engine.drafting = None  # what was there for drafts is in nobody's way
+                engine.drafting = None  # blocks left over from drafts must not matter
         check(engine)
     assert all_facts([result_of(r) for r in requests]) == all_facts(results)
     assert engine.scheduler.pool.num_used == 0
 
 
-def test_a_look_at_the_next_token_sees_what_is_drawn_and_asks_nobody_for_drafts() -> None:
+def test_peek_returns_next_token_without_proposing_drafts() -> None:
     plain = solo(PROMPT, FREE)
     drafter = oracle([plain])
     engine, admission = open_scripted(drafter, 3)
     request = begin(engine, admission, PROMPT, FREE)
-    said = plain.outputs[0].token_ids
+    expected = plain.outputs[0].token_ids
     while not request.finished:
         calls, known = drafter.num_calls, len(request.sequences[0].output_ids)
         seen = engine.peek()
         assert seen and drafter.num_calls == calls
-        assert seen[0][1] == said[known]
+        assert seen[0][1] == expected[known]
         engine.step()
         check(engine)
     assert facts(result_of(request)) == facts(plain)
 
 
 @pytest.mark.parametrize("when", [1, 2, 3])
-def test_a_reader_that_leaves_inside_a_window_keeps_what_stands(when: int) -> None:
+def test_abort_during_delivery_keeps_accepted_tokens(when: int) -> None:
     """`deliver` aborts its own request, and that of the next chunk, in the middle of a commit."""
     asked = [FREE.replace(seed=i, n=2) for i in range(3)]
     plain = [solo(PROMPT, each) for each in asked]
@@ -326,7 +326,7 @@ def test_a_reader_that_leaves_inside_a_window_keeps_what_stands(when: int) -> No
             assert len(c.hidden_states) == len(c.token_ids)  # type: ignore[arg-type]
 
 
-def test_a_failed_forward_over_drafts_ends_its_requests_and_frees_everything() -> None:
+def test_failed_forward_with_drafts_fails_its_requests_and_frees_blocks() -> None:
     plain = solo(PROMPT, FREE)
     engine, admission = open_scripted(oracle([plain]), 4)
     requests = [begin(engine, admission, PROMPT, FREE) for _ in range(2)]
@@ -341,7 +341,7 @@ def test_a_failed_forward_over_drafts_ends_its_requests_and_frees_everything() -
 
 
 class DraftMachine(EngineMachine):
-    """The engine's own machine, with somebody who drafts."""
+    """The state machine of the engine tests, with a drafter."""
 
     @initialize(
         num_blocks=st.integers(9, 40),

@@ -1,4 +1,4 @@
-"""Drafts change no bit: whoever drafts, how much of it, for whom, and whatever happens meanwhile."""
+"""Drafts do not change a bit of any result: all drafters, draft lengths, kinds of requests and schedules."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ SCHEDULES: list[dict[str, Any]] = [
 
 
 def check_schedules(name: str, dtype: str, shift: int, lengths: Any = LENGTHS) -> None:
-    """Some lengths of a draft, each with another drafter and another schedule."""
+    """Compare drafted with plain results for some draft lengths, each with another drafter and schedule."""
     prompts, params = draftable_requests(name)
     plain = plain_results(name, dtype)
     expected, answers = all_facts(plain), answers_of(plain)
@@ -106,18 +106,18 @@ def check_schedules(name: str, dtype: str, shift: int, lengths: Any = LENGTHS) -
         ("kempner", "float32", 3),  # a module with kv_caches of its own
     ],
 )
-def test_no_drafter_length_or_schedule_changes_a_bit(name: str, dtype: str, shift: int) -> None:
+def test_drafter_length_and_schedule_do_not_change_bits(name: str, dtype: str, shift: int) -> None:
     check_schedules(name, dtype, shift, LENGTHS[shift % 2 :: 2])
 
 
 @pytest.mark.slow
-def test_every_length_of_a_draft_in_every_schedule_changes_no_bit() -> None:
+def test_every_draft_length_in_every_schedule_gives_same_bits() -> None:
     names = ("llama", "qwen3_moe", "gemma2", "bloom", "gpt2", "deepseek_v3", "gpt_oss")
     for shift, name in enumerate(names):
         check_schedules(name, "float32" if shift % 2 else "bfloat16", shift)
 
 
-# ---- drafters that are out of their mind
+# ---- misbehaving drafters
 
 
 @cache
@@ -133,7 +133,7 @@ def few_requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_drafter_costs_speed_and_is_reported(
+def test_hostile_drafter_does_not_change_results_and_is_reported(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     drafter = Hostile(name)
@@ -146,53 +146,53 @@ def test_a_hostile_drafter_costs_speed_and_is_reported(
     assert drafter.num_calls > 5
     assert stats["blocks_used"] == 0
     assert stats["draft"]["errors"] == (drafter.num_calls if drafter.fails else 0)
-    said = [record.getMessage() for record in caplog.records if record.name == "verbatim"]
-    assert len(said) == drafter.fails  # once, however often it fails
-    assert all("the proposer Hostile failed" in line for line in said)
+    messages = [record.getMessage() for record in caplog.records if record.name == "verbatim"]
+    assert len(messages) == drafter.fails  # logged once, however often it fails
+    assert all("the proposer Hostile failed" in line for line in messages)
     assert (stats["draft"]["last_error"] is None) != drafter.fails
 
 
 @pytest.mark.parametrize(
     ("name", "cut"),
     [
-        ("outside the vocabulary", 7),  # with what is behind
+        ("outside the vocabulary", 7),  # with the ids after it
         ("negative", 9),
         ("floats", 8),
         ("a string", 11),
-        ("too many", 4),  # one more than was asked for tells that
+        ("too many", 4),  # reading one id more than requested is enough to know
         ("an endless draft", 4),
-        ("end of sequence", 0),  # drawn in the row before, and no fault
+        ("end of sequence", 0),  # ends a draft without an error
     ],
 )
-def test_ids_that_cannot_be_there_are_cut_and_counted(name: str, cut: int) -> None:
+def test_invalid_draft_ids_are_cut_and_counted(name: str, cut: int) -> None:
     with open_toy("llama", draft=Hostile(name), num_draft_tokens=3) as llm:
         greedy = SamplingParams(max_tokens=6, temperature=0.0)
         (result,) = llm.generate(random_ids(5, 3), greedy)
         stats = llm.stats()["draft"]
     assert len(result.outputs[0].token_ids) == stats["tokens"] == 6
-    assert stats["accepted"] == 0  # so drafts of 3, 3, 2 and 1 tokens were asked for
+    assert stats["accepted"] == 0  # so drafts of 3, 3, 2 and 1 tokens were requested
     assert stats["cut"] == result.metrics.draft.num_cut == cut
     assert stats["drafted"] == {"end of sequence": 0, "outside the vocabulary": 4}.get(
         name, 9 * (name in ("too many", "an endless draft"))
     )
 
 
-def test_a_drafter_may_look_at_the_engine_and_not_use_it() -> None:
-    told = []
+def test_drafter_may_read_stats_but_not_generate() -> None:
+    num_running = []
 
     class Meddler:
         def propose(self, sequences: list[Any], lengths: list[int]) -> list[list[int]]:
-            told.append(llm.stats()["running"])
+            num_running.append(llm.stats()["running"])
             llm.generate([5, 6], LONG)
             raise AssertionError("it was served in the middle of a step")
 
     with open_toy("llama", draft=Meddler(), num_draft_tokens=2) as llm:
         assert all_facts(llm.generate(*few_requests())) == all_facts(plain_few())
         assert "own forward" in llm.stats()["draft"]["last_error"]
-        assert max(told) > 1
+        assert max(num_running) > 1
 
 
-def test_a_module_with_the_method_is_a_proposer_and_no_draft_model() -> None:
+def test_module_with_propose_method_is_used_as_proposer() -> None:
     class Head(torch.nn.Module):
         def propose(self, sequences: list[Any], lengths: list[int]) -> list[list[int]]:
             return [[9] * length for length in lengths]
@@ -203,7 +203,7 @@ def test_a_module_with_the_method_is_a_proposer_and_no_draft_model() -> None:
         assert llm.stats()["draft"]["drafted"] > 0
 
 
-def test_a_stream_tells_which_tokens_were_drafted() -> None:
+def test_stream_deltas_report_accepted_draft_tokens() -> None:
     prompt, params = random_ids(9, 4), LONG.replace(n=1)
     with open_toy("llama") as llm:
         answers = answers_of(llm.generate([prompt], params))
@@ -221,7 +221,7 @@ def test_a_stream_tells_which_tokens_were_drafted() -> None:
 
 
 class Noted(Oracle):
-    """Remembers what it said, by how many tokens there were."""
+    """Records its drafts, by the number of output tokens before them."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -232,7 +232,7 @@ class Noted(Oracle):
         return found
 
 
-# ---- structures, stops and text
+# ---- structured output, stops and text
 
 
 def open_text(**options: Any) -> LLM:
@@ -281,7 +281,7 @@ def text_requests() -> list[SamplingParams]:
 
 
 @pytest.mark.parametrize("length", [1, 2, 4, 8, None])
-def test_structures_stop_strings_and_text_hold_under_drafts(length: int | None) -> None:
+def test_structured_output_stop_strings_and_text_are_same_with_drafts(length: int | None) -> None:
     params, (plain, before) = text_requests(), plain_texts()
     expected, answers, vocab = all_facts(plain), answers_of(plain), text_model().config.vocab_size
     assert {c.finish_reason for r in plain for c in r.outputs} == {"stop", "length"}
@@ -312,7 +312,7 @@ def joined(deltas: list[Delta], index: int) -> tuple[str, list[int], list[float]
 
 
 @pytest.mark.parametrize("length", [2, 5])
-def test_routing_holds_accepted_tokens_only_and_a_replay_is_obeyed_behind_drafts(
+def test_routing_records_and_replays_are_same_with_drafts(
     length: int,
 ) -> None:
     prompt = random_ids(13, seed=4)
@@ -355,7 +355,7 @@ class Counting:
 
 @pytest.mark.parametrize("length", [1, 3, 8, None])
 @pytest.mark.parametrize("stop", [False, True])
-def test_processors_see_exactly_the_calls_of_plain_decoding(length: int | None, stop: bool) -> None:
+def test_processors_are_called_exactly_as_in_plain_decoding(length: int | None, stop: bool) -> None:
     prompt, params = random_ids(9, 2), LONG.replace(max_tokens=20, temperature=0.8)
     with open_toy("llama") as llm:
         if stop:
@@ -365,7 +365,7 @@ def test_processors_see_exactly_the_calls_of_plain_decoding(length: int | None, 
         plain = llm.generate(prompt, params.replace(logits_processors=[before]))
     more = answers_of(plain)
     for ids in more.values():
-        ids.extend(random_ids(9, seed=8))  # drafts go on behind the end, too
+        ids.extend(random_ids(9, seed=8))  # drafts that continue past the end
     for proposer in (Oracle(more), Moody(more, 4), Random(1)):
         after = Counting()
         with open_toy("llama", draft=proposer, num_draft_tokens=length) as llm:
@@ -380,9 +380,9 @@ def test_processors_see_exactly_the_calls_of_plain_decoding(length: int | None, 
 
 
 @pytest.mark.parametrize("most", [3, 5, 6])
-def test_a_processor_that_raises_behind_a_draft_lets_the_tokens_before_it_out(most: int) -> None:
+def test_processor_error_after_draft_still_delivers_earlier_tokens(most: int) -> None:
     prompt, params = random_ids(9, 2), LONG.replace(max_tokens=20)
-    told = []
+    found = []
     with open_toy("llama") as llm:
         answers = answers_of(llm.generate(prompt, params.replace(logits_processors=[Counting()])))
     for draft in (None, Oracle(answers)):
@@ -391,12 +391,12 @@ def test_a_processor_that_raises_behind_a_draft_lets_the_tokens_before_it_out(mo
             stream = llm.stream(prompt, params.replace(logits_processors=[processor]))
             with pytest.raises(RequestFailed, match=f"LookupError: call {most + 1}") as caught:
                 ids += (i for delta in stream for i in delta.token_ids)
-            told.append((ids, processor.seen, str(caught.value).split(":", 1)[1]))
+            found.append((ids, processor.seen, str(caught.value).split(":", 1)[1]))
             assert llm.stats()["blocks_used"] == 0
-    assert told[0] == told[1] and len(told[0][0]) == most
+    assert found[0] == found[1] and len(found[0][0]) == most
 
 
-def test_where_nothing_can_be_drawn_the_tokens_before_come_out_and_an_end_before_saves_it() -> None:
+def test_request_without_drawable_token_still_delivers_earlier_tokens() -> None:
     prompt = random_ids(9, 2)
     # After three times 5, the next one is banned and nothing is left.
     params = LONG.replace(allowed_token_ids=[5], bad_words=[[5, 5, 5, 5]], max_tokens=20)

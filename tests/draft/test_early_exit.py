@@ -1,4 +1,4 @@
-"""Drafting with a model's own first layers: a view that shares everything, and no other words."""
+"""Drafting with a model's own first layers (early exit): a view that shares all modules, and same tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import EarlyExitLayers
 from verbatim.model.patching import patched
 
-# What importing some architectures of older versions of transformers says.
+# Raised by importing some architectures of older versions of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 
 PROMPT = random_ids(21, seed=5)
@@ -55,7 +55,7 @@ def attributes(module: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", list(TOYS))
-def test_logits_are_those_of_a_model_built_with_so_many_layers(name: str) -> None:
+def test_logits_match_model_built_with_fewer_layers(name: str) -> None:
     model = make_toy(name)
     before, config = attributes(model), copy.deepcopy(model.config.to_dict())
     decoder = Decoder(model)
@@ -70,7 +70,7 @@ def test_logits_are_those_of_a_model_built_with_so_many_layers(name: str) -> Non
         small = build(type(model), small_config, seed=1)
         assert not small.load_state_dict(model.state_dict(), strict=False).missing_keys
         alone = Decoder(small)
-        expected = alone.forward(batch, poisoned_store(alone, 2, 16))
+        expected = alone.run(batch, poisoned_store(alone, 2, 16)).logits
         store, first = poisoned_store(decoder, 2, 16), EarlyExitLayers(decoder, count)
         assert first.run(0, batch, store).equal(expected)
         end = 2 * len(alone.spec.layers)
@@ -82,12 +82,12 @@ def test_logits_are_those_of_a_model_built_with_so_many_layers(name: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases())
-def test_every_architecture_stores_the_same_with_fewer_layers_or_says_why_not(case: str) -> None:
+def test_every_architecture_stores_same_kv_on_early_exit_or_is_rejected(case: str) -> None:
     if refusal(case) is not None or case in UNBUILDABLE:
-        return  # not run at all
+        return  # not supported at all
     decoder = Decoder(build_case(case))
     # Both run some layers repeatedly.
-    refused = {"hrm_text": "not in one list", "dory": "not the beginning"}.get(case)
+    refused = {"hrm_text": "not in one list", "dory": "not a prefix"}.get(case)
     if refused is not None:
         with pytest.raises(UnsupportedModel, match=refused):
             EarlyExitLayers(decoder, 1)
@@ -97,21 +97,21 @@ def test_every_architecture_stores_the_same_with_fewer_layers_or_says_why_not(ca
     whole, store = poisoned_store(decoder, 2, 16), poisoned_store(decoder, 2, 16)
     decoder.run(batch, whole)
     assert torch.isfinite(first.run(0, batch, store)).all()
-    short, long = first._short.spec, decoder.spec
+    short, long = first._first_layers_decoder.spec, decoder.spec
     count = len(short.layers)
     assert 0 < count + len(short.states) < len(long.layers) + len(long.states)
     for ours, theirs in zip(store.tensors[: 2 * count], whole.tensors, strict=False):
         assert ours[1, :, :12].equal(theirs[1, :, :12])
 
 
-def test_a_quarter_of_the_layers_is_taken_unless_told_otherwise() -> None:
+def test_early_exit_uses_a_quarter_of_the_layers_by_default() -> None:
     for layers, expected in ((2, 1), (3, 1), (8, 2), (9, 2)):
         decoder = Decoder(make_toy("llama", num_hidden_layers=layers))
         assert EarlyExitLayers(decoder).num_layers == expected
         assert EarlyExitLayers(decoder, layers - 1).num_layers == layers - 1
 
 
-def test_what_can_not_exit_early_is_refused_by_name() -> None:
+def test_invalid_early_exit_is_rejected() -> None:
     model = make_toy("llama")
     for layers in (3, 70):
         with pytest.raises(
@@ -131,13 +131,13 @@ def test_what_can_not_exit_early_is_refused_by_name() -> None:
         LLM(build_case("hrm_text"), draft="early-exit")
 
 
-# ---- the words
+# ---- tokens
 
 
 @pytest.mark.parametrize(
     "seed", [3, 5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 16))]
 )
-def test_words_hold_where_samples_copy_blocks_and_memory_is_short(seed: int) -> None:
+def test_tokens_are_same_with_copied_blocks_and_little_memory(seed: int) -> None:
     """A draft may write to blocks that are still to be copied; seed 5 once had them copied too late."""
     rng, model = random.Random(seed), make_toy("qwen3", num_hidden_layers=2)
     count = rng.randint(3, 7)
@@ -171,7 +171,7 @@ def test_words_hold_where_samples_copy_blocks_and_memory_is_short(seed: int) -> 
 # ---- a live module
 
 
-def test_a_module_that_is_edited_is_followed() -> None:
+def test_edits_of_live_module_take_effect() -> None:
     model = make_toy("qwen3")
     params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
     with LLM(model, draft=EarlyExit(1), num_draft_tokens=2) as llm:
@@ -181,7 +181,7 @@ def test_a_module_that_is_edited_is_followed() -> None:
         with torch.no_grad():
             model.model.norm.weight.mul_(0.5)
         drafted = facts(llm.generate(PROMPT, params)[0])
-        view: Any = llm.engine.runner.draft_layers._short.module
+        view: Any = llm.engine.runner.draft_layers._first_layers_decoder.module
         assert view is not model and view.lm_head is model.lm_head
         assert view.model.layers[0] is model.model.layers[0] and len(view.model.layers) == 1
         assert len(model.model.layers) == 3
@@ -198,10 +198,10 @@ def test_a_module_that_is_edited_is_followed() -> None:
             llm.generate(PROMPT, params)
 
 
-def test_ctrl_c_while_hooks_are_silenced_loses_none() -> None:
+def test_ctrl_c_while_hooks_are_disabled_loses_no_hook() -> None:
     class Breaking(OrderedDict[int, Any]):
         def __init__(self, *given: Any) -> None:
-            if not given:  # an empty one, to stand in for it
+            if not given:  # the empty one that replaces it
                 raise KeyboardInterrupt
             super().__init__(*given)
 
@@ -215,7 +215,7 @@ def test_ctrl_c_while_hooks_are_silenced_loses_none() -> None:
     assert seen == [1, 2]
 
 
-def test_training_mode_config_and_hooks_are_left_as_they_are() -> None:
+def test_training_mode_config_and_hooks_are_left_unchanged() -> None:
     model = make_toy("llama").train()
     seen: list[int] = []
     model.model.layers[2].register_forward_hook(lambda *_: seen.append(1))
@@ -226,17 +226,18 @@ def test_training_mode_config_and_hooks_are_left_as_they_are() -> None:
     before, config = attributes(model), model.config.to_dict()
     with LLM(model, draft="early-exit", num_draft_tokens=2) as llm:
         assert facts(llm.generate(PROMPT, params)[0]) == expected
-        assert len(seen) == llm.stats()["forwards"]  # drafts don't get to this layer
+        assert len(seen) == llm.stats()["forwards"]  # drafts do not reach this layer
     assert attributes(model) == before and model.config.to_dict() == config
     assert all(module.training for module in model.modules())
 
 
-def test_adapters_are_drafted_with() -> None:
+def test_early_exit_works_with_peft_adapters() -> None:
     from peft import LoraConfig, get_peft_model
 
     settings = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an old name
+        # PEFT uses a deprecated name of transformers.
+        warnings.simplefilter("ignore", FutureWarning)
         model = get_peft_model(make_toy("qwen3"), settings).eval()
     params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
     with LLM(model) as llm:
@@ -246,12 +247,12 @@ def test_adapters_are_drafted_with() -> None:
         assert llm.stats()["draft"]["drafted"] > 0 == llm.stats()["draft"]["errors"]
 
 
-def test_a_module_with_caches_of_its_own_is_refused_by_name() -> None:
+def test_module_with_its_own_kv_caches_is_rejected() -> None:
     with pytest.raises(NotSupported, match="kv_caches"):
         LLM(kempner_toy(), draft="early-exit")
 
 
-def test_hidden_states_that_a_config_asks_for_are_not_collected_twice() -> None:
+def test_early_exit_works_with_output_hidden_states_in_config() -> None:
     model = make_toy("qwen3")
     params = SamplingParams(seed=1, max_tokens=12, ignore_eos=True)
     with LLM(model) as llm:

@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction: they draft what transformers' do, and change no word."""
+"""MTP (multi-token prediction) layers: the drafts are those of transformers, and no token changes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def story_models() -> Toy:
 
 
 class Spy:
-    """Notes what MTP layers draft, with NaN in all of their memory that nobody has written."""
+    """Records what MTP layers draft, with NaN in all of their memory that was not written."""
 
     def __init__(self, llm: LLM) -> None:
         runner: Any = llm.engine.runner
@@ -66,7 +66,7 @@ class Spy:
         stores = self.mtp.stores
         poison_blocks(
             pool,
-            stores[-1],  # the others have copied before
+            stores[-1],  # the others have copied their blocks before
             lambda blocks: [poison(s, blocks) for s in stores],
             pool.num_blocks,
             self.mtp.hidden,
@@ -89,11 +89,11 @@ class Spy:
             return answers
 
         self.mtp.run, proposer.propose = noted_run, noted_propose
-        self.mtp.chain = lambda *_: None  # which shows no logits
+        self.mtp.chain = lambda *_: None  # a chain in one call returns no logits
 
 
 def open_toy(pair: Toy, tokens: int | None = 4, **options: Any) -> LLM:
-    """`tokens` to a draft; None opens it without."""
+    """`tokens` to a draft; None opens the engine without drafts."""
     drafting: dict[str, Any] = {}
     if tokens is not None:
         drafting = dict(draft=Mtp(pair.mtp), num_draft_tokens=tokens)
@@ -105,7 +105,7 @@ def open_story(tokens: int | None, dtype: str = "float32", **options: Any) -> LL
     return LLM(dtype=dtype, **{"kv_memory": "16MB", **drafting, **options})
 
 
-# What transformers computes, without a cache
+# Drafts of transformers, without a cache
 
 
 def causal(length: int, window: int | None) -> Tensor:
@@ -117,7 +117,7 @@ def causal(length: int, window: int | None) -> Tensor:
 
 @torch.no_grad()
 def layer_outputs(pair: Toy, k: int, ids: list[int], hidden: Tensor) -> Tensor:
-    """What layer `k` makes of slots 0 to S - 1, `[S, H]`, whole, of as many hidden states `[S, H]`."""
+    """The outputs `[S, H]` of layer `k` in slots 0 to S - 1, at once, from hidden states `[S, H]`."""
     mtp, slots = pair.mtp, len(hidden)
     embeds = mtp.embed_tokens(torch.tensor([ids[1 + k : 1 + k + slots]]))
     positions = torch.arange(1 + k, 1 + k + slots)[None]
@@ -134,7 +134,7 @@ def layer_outputs(pair: Toy, k: int, ids: list[int], hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def drafted_from_scratch(pair: Toy, ids: list[int], tokens: int) -> tuple[list[int], list[Tensor]]:
-    """A greedy draft behind `ids`, and the logits `[V]` that each of its tokens was taken from."""
+    """A greedy draft after `ids`, and the logits `[V]` that each of its tokens was taken from."""
     main, mtp, count = pair.main, pair.mtp, len(pair.mtp.layers)
     ids, known, logits = list(ids), len(ids), []
     made = main.get_decoder()(torch.tensor([ids[:-1]])).last_hidden_state[0]
@@ -150,7 +150,7 @@ def drafted_from_scratch(pair: Toy, ids: list[int], tokens: int) -> tuple[list[i
 
 
 def check_drafts(pair: Toy, spy: Spy, tokens: int, tolerance: float = 1e-4) -> None:
-    """Every draft, and all logits behind it, are those of a computation that never kept anything."""
+    """Every draft and its logits are those of a computation without any cache."""
     assert spy.drafts and not spy.figures.num_errors
     for (ids, _), draft in spy.drafts.items():
         expected, expected_logits = drafted_from_scratch(pair, list(ids), len(draft))
@@ -167,7 +167,7 @@ def check_drafts(pair: Toy, spy: Spy, tokens: int, tolerance: float = 1e-4) -> N
         [("qwen3", 1), ("qwen3", 2), ("qwen3", 3), (SLIDING, 2), (MIXTURE, 1), ("glm4_moe", 2)],
     ),
 )
-def test_drafts_and_their_logits_are_those_of_transformers_layers(name: str, layers: int) -> None:
+def test_drafts_and_logits_match_mtp_layers_of_transformers(name: str, layers: int) -> None:
     pair = toy(name, layers)
     with open_toy(pair, 5) as llm:
         spy = Spy(llm)
@@ -176,7 +176,7 @@ def test_drafts_and_their_logits_are_those_of_transformers_layers(name: str, lay
         check_drafts(pair, spy, 5)
 
 
-def test_drafts_of_the_storyteller_are_right_also_behind_accepted_and_refused_ones() -> None:
+def test_bundled_model_drafts_match_after_accepted_and_rejected_drafts() -> None:
     with open_story(3) as llm:
         spy = Spy(llm)
         (result,) = llm.generate(STORY, GREEDY.replace(max_tokens=60))
@@ -186,7 +186,7 @@ def test_drafts_of_the_storyteller_are_right_also_behind_accepted_and_refused_on
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_the_first_drafts_are_those_of_transformers_own_forward(layers: int) -> None:
+def test_first_draft_matches_mtp_forward_of_transformers(layers: int) -> None:
     pair, prompt = toy("qwen3", layers), toys.random_ids(21, 5)
     with open_toy(pair, layers) as llm:
         spy = Spy(llm)
@@ -207,7 +207,7 @@ def test_the_first_drafts_are_those_of_transformers_own_forward(layers: int) -> 
         torch.testing.assert_close(ours[-1], theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_rows_in_pieces_give_the_logits_of_rows_at_once() -> None:
+def test_chunked_prefill_gives_same_drafts() -> None:
     pair, ids = toy("qwen3", 2), toys.random_ids(30, 8)
     with open_toy(pair, 3) as whole, open_toy(pair, 3, max_batch_tokens=8) as pieces:
         spies = [Spy(whole), Spy(pieces)]
@@ -217,7 +217,7 @@ def test_rows_in_pieces_give_the_logits_of_rows_at_once() -> None:
 
 
 @pytest.mark.parametrize(("name", "layers"), [("qwen3", 1), ("qwen3", 2), ("glm4_moe", 1)])
-def test_a_chain_in_one_call_drafts_what_it_drafts_step_by_step(
+def test_draft_chain_in_one_call_matches_drafting_step_by_step(
     name: str, layers: int, tmp_path: Path
 ) -> None:
     save_with_mtp(toy(name, layers), tmp_path)
@@ -240,11 +240,11 @@ def test_a_chain_in_one_call_drafts_what_it_drafts_step_by_step(
     assert drafts[0] == drafts[1] and max(calls) > 1
 
 
-# Beside transformers' own, and over turns
+# Sessions, and Qwen's hybrid models
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4_moe"])
-def test_a_session_is_drafted_for_as_one_prompt_is(name: str) -> None:
+def test_session_turn_gets_same_drafts_as_one_prompt(name: str) -> None:
     pair, params = toy(name, 2), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     with open_toy(pair, 3) as llm, llm.session(120, seed=7) as session, open_toy(pair, 3) as other:
         spy, fresh = Spy(llm), Spy(other)
@@ -263,7 +263,7 @@ def test_a_session_is_drafted_for_as_one_prompt_is(name: str) -> None:
     reason="this version of transformers doesn't know Qwen's names of MTP layers",
 )
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
-def test_layers_of_qwens_hybrids_draft_and_change_no_bit(name: str, tmp_path: Path) -> None:
+def test_mtp_layers_of_qwen_hybrids_draft_with_same_bits(name: str, tmp_path: Path) -> None:
     pair = toy(name, 1)
     save_as_qwen(pair, tmp_path)
     prompts, params = mixed_requests(8)
@@ -275,14 +275,15 @@ def test_layers_of_qwens_hybrids_draft_and_change_no_bit(name: str, tmp_path: Pa
     with LLM(str(tmp_path), **drafting) as llm:
         spy = Spy(llm)
         llm.generate(toys.random_ids(11, 2), GREEDY)
-        check_drafts(pair, spy, 3, tolerance=1e-3)  # transformers' prompts have another formula
+        # transformers computes prompts by another formula.
+        check_drafts(pair, spy, 3, tolerance=1e-3)
 
 
 # The same drafts
 
 
 def common_drafts(ours: Spy, others: Spy) -> int:
-    """How many drafts both made behind the same ids; they must be equal as far as both go."""
+    """How many drafts both made after the same ids; they must be equal as far as both go."""
     assert not ours.figures.num_errors and not others.figures.num_errors
     common = ours.drafts.keys() & others.drafts.keys()
     for key in common:
@@ -291,7 +292,7 @@ def common_drafts(ours: Spy, others: Spy) -> int:
     return len(common)
 
 
-def test_an_evicted_sequence_gets_the_drafts_that_it_would_have_got() -> None:
+def test_evicted_sequence_gets_same_drafts() -> None:
     pair = toy("qwen3", 2)
     prompts = [toys.random_ids(20 + i, i) for i in range(4)]
     params = SamplingParams(temperature=0.8, seed=2, max_tokens=30, ignore_eos=True)
@@ -303,7 +304,7 @@ def test_an_evicted_sequence_gets_the_drafts_that_it_would_have_got() -> None:
     assert common_drafts(*spies) > 60
 
 
-def test_a_cached_prefix_is_drafted_behind_as_if_it_were_not_cached() -> None:
+def test_cached_prefix_gives_same_drafts() -> None:
     params = GREEDY.replace(max_tokens=40)
     with open_story(2, block_size=4) as llm:
         first = Spy(llm)
@@ -311,25 +312,25 @@ def test_a_cached_prefix_is_drafted_behind_as_if_it_were_not_cached() -> None:
         before = dict(first.drafts)
         (cached,) = llm.generate(STORY, params)
         assert cached.num_cached_tokens > 0
-        assert first.drafts == before  # the second time said nothing else behind the same ids
+        assert first.drafts == before  # no other drafts after the same ids
     assert cached.metrics.draft.num_accepted == plain.metrics.draft.num_accepted
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_blocks_of_somebody_who_was_not_drafted_for_serve_as_well_as_ones_own(layers: int) -> None:
+def test_shared_blocks_of_request_without_drafts_give_same_drafts(layers: int) -> None:
     pair, prompt = toy("qwen3", layers), toys.random_ids(18, 3)
     params = GREEDY.replace(max_tokens=40)
     with open_toy(pair, 4) as fresh, open_toy(pair, 4) as shared:
         spies = Spy(fresh), Spy(shared)
         fresh.generate(prompt, params)
-        # Block by block, the second gives up its own for those of the first, which hold the same.
+        # Block by block, the second request swaps its own for those of the first, which hold the same.
         shared.generate([prompt] * 2, [params.replace(draft=False), params])
         assert shared.stats()["draft"]["errors"] == 0
     assert common_drafts(*spies) == len(spies[1].drafts) > 10
     assert spies[0].drafts == spies[1].drafts
 
 
-def test_samples_that_share_a_prompt_are_drafted_for_by_their_own_words() -> None:
+def test_samples_of_one_prompt_are_drafted_from_their_own_tokens() -> None:
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
     with open_story(2) as together, open_story(2) as alone:
         (result,) = together.generate(STORY, params)
@@ -342,7 +343,7 @@ def test_samples_that_share_a_prompt_are_drafted_for_by_their_own_words() -> Non
 # Memory
 
 
-def test_a_decode_in_one_call_gives_the_layers_the_hidden_states_of_the_plain_one(
+def test_whole_model_decode_gives_mtp_layers_same_hidden_states(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = []
@@ -363,7 +364,7 @@ def test_a_decode_in_one_call_gives_the_layers_the_hidden_states_of_the_plain_on
     assert torch.equal(*hidden)
 
 
-def test_what_the_layers_keep_counts_as_kv_memory() -> None:
+def test_memory_of_mtp_layers_counts_as_kv_memory() -> None:
     pair = toy("qwen3", 2)
     with open_toy(pair, None) as plain, open_toy(pair, 2) as drafting:
         without, info = plain.info(), drafting.info()
@@ -381,10 +382,10 @@ def test_what_the_layers_keep_counts_as_kv_memory() -> None:
     assert all(store() is None for store in held)
 
 
-# A live module stays its owner's
+# Live modules
 
 
-def test_the_owners_hooks_see_the_models_forwards_and_no_draft() -> None:
+def test_user_hooks_see_forwards_of_model_but_no_drafts() -> None:
     pair = toy("qwen3", 2)
     seen: list[str] = []
     handles = [
@@ -402,10 +403,10 @@ def test_the_owners_hooks_see_the_models_forwards_and_no_draft() -> None:
     assert seen.count("embed") == seen.count("head") == forwards
 
 
-def test_modules_are_given_back_as_they_were() -> None:
+def test_modules_are_restored_on_close() -> None:
     pair = toy("qwen3", 1)
 
-    def looks() -> list[Any]:
+    def snapshot() -> list[Any]:
         return [
             [(name, list(m.__dict__), m.training) for name, m in model.named_modules()]
             + [dict(model.config.__dict__), len(model.get_input_embeddings()._forward_hooks)]
@@ -415,16 +416,16 @@ def test_modules_are_given_back_as_they_were() -> None:
     pair.mtp.get_input_embeddings = lambda: pair.mtp.embed_tokens
     pair.mtp.train()
     try:
-        before = looks()
+        before = snapshot()
         with open_toy(pair, 2) as llm:
             llm.generate([5, 6, 7], GREEDY)
-        assert looks() == before
+        assert snapshot() == before
         assert not pair.main.get_decoder()._forward_hooks
     finally:
         pair.mtp.eval()
 
 
-def test_an_edited_head_is_followed() -> None:
+def test_edited_lm_head_takes_effect() -> None:
     main = toys.make_toy("qwen3", num_mtp_layers=1, mtp_layer_types=["full_attention"])
     pair = Toy(main, MtpModel(main, 1).eval())
 
@@ -441,7 +442,7 @@ def test_an_edited_head_is_followed() -> None:
         assert all_facts(llm.generate([5, 6, 7], GREEDY)) == all_facts(drafted)
 
 
-# What is refused, when it is opened
+# Models that are rejected when opened
 
 
 def opening_fails(error: type[VerbatimError], message: str, *args: Any, **options: Any) -> None:
@@ -449,7 +450,7 @@ def opening_fails(error: type[VerbatimError], message: str, *args: Any, **option
         LLM(*args, **{"draft": "mtp", "kv_memory": "8MB", **options})
 
 
-def test_a_live_module_must_hand_its_layers_over() -> None:
+def test_live_module_requires_its_own_mtp_layers() -> None:
     pair, other = toy("qwen3", 1), toy("qwen3", 2)
     opening_fails(InvalidRequest, r"live module has no files.*Mtp\(model=", pair.main)
     opening_fails(InvalidRequest, "not those of the model", pair.main, draft=Mtp(other.mtp))
@@ -458,8 +459,8 @@ def test_a_live_module_must_hand_its_layers_over() -> None:
     opening_fails(InvalidRequest, "it has 0 layers", pair.main, draft=Mtp(none))
 
 
-def test_layers_may_lie_in_another_folder_than_the_models(tmp_path: Path) -> None:
-    """Of a live module, too, whose config says nothing of them and stays as it was."""
+def test_mtp_layers_may_come_from_another_folder(tmp_path: Path) -> None:
+    """Also for a live module, whose config does not have them and is not changed."""
     pair, plain = toy("qwen3", 2), toys.make_toy("qwen3")
     save_with_mtp(pair, tmp_path / "beside")
     plain.load_state_dict(pair.main.state_dict())
@@ -471,7 +472,7 @@ def test_layers_may_lie_in_another_folder_than_the_models(tmp_path: Path) -> Non
         check_drafts(pair, spy, 4)
 
 
-def test_layers_and_bodies_that_cannot_be_run_one_by_one_are_refused() -> None:
+def test_mtp_layers_and_bodies_that_cannot_run_on_flat_batches_are_rejected() -> None:
     main = toys.make_toy("qwen3", num_mtp_layers=1, mtp_layer_types=["full_attention"])
     mtp = MtpModel(main, 1).eval()
     mtp.layers[0].eh_proj = torch.nn.Linear(64, 64)
@@ -479,13 +480,13 @@ def test_layers_and_bodies_that_cannot_be_run_one_by_one_are_refused() -> None:
     mtp = MtpModel(main, 1).eval()
     mtp.layers[0].mtp_block = torch.nn.Identity()
     opening_fails(NotSupported, "can't be run on flat batches", main, draft=Mtp(mtp))
-    main.get_decoder = torch.nn.Identity  # what a model says of itself need not be so
+    main.get_decoder = torch.nn.Identity  # a model's own methods may be wrong
     opening_fails(NotSupported, "hidden states of its body can't be kept", main, draft=Mtp(mtp))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint of two MTP layers, to be spoilt."""
+    """A checkpoint with two MTP layers, to be damaged."""
     save_with_mtp(toy("qwen3", 2), tmp_path / "model")
     return tmp_path / "model"
 
@@ -498,11 +499,11 @@ def edit_config(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
 
 
 @pytest.mark.parametrize("number", [None, 0, -1, "one", True])
-def test_a_config_without_a_number_of_layers_is_refused(folder: Path, number: Any) -> None:
+def test_config_without_valid_num_mtp_layers_is_rejected(folder: Path, number: Any) -> None:
     edit_config(folder, lambda config: config.update(num_mtp_layers=number))
     if number is None:
         edit_config(folder, lambda config: config.pop("num_mtp_layers"))
-    if not number:  # then nothing uses their tensors
+    if not number:  # then their tensors are unused
         opening_fails(
             ModelError, r"30 tensors are not used.*layers\.3\.eh_proj", str(folder), draft=None
         )
@@ -519,25 +520,23 @@ def test_a_config_without_a_number_of_layers_is_refused(folder: Path, number: An
     )
 
 
-def test_a_config_that_does_not_say_what_the_layers_are_is_refused(folder: Path) -> None:
+def test_config_without_mtp_layer_types_is_rejected(folder: Path) -> None:
     edit_config(folder, lambda config: config.pop("mtp_layer_types"))
     opening_fails(NotSupported, "does not say what.*mtp_layer_types", str(folder))
 
 
 @pytest.mark.parametrize("lost", ["eh_proj", "self_attn.q_proj", "", "shared_head.norm", None])
-def test_layers_that_are_not_all_there_are_refused(folder: Path, lost: str | None) -> None:
+def test_incomplete_mtp_layers_are_rejected(folder: Path, lost: str | None) -> None:
     path = folder / "model.safetensors"
     kept = {k: v for k, v in load_file(path).items() if not k.startswith(f"model.layers.4.{lost}")}
     if lost is None:  # one has another shape
         kept["model.layers.4.eh_proj.weight"] = torch.zeros(64, 64)
     save_file(kept, path, metadata={"format": "pt"})
-    opening_fails(ModelError, "holds no 2 complete MTP layers", str(folder))
+    opening_fails(ModelError, "does not hold 2 complete MTP layers", str(folder))
 
 
 @pytest.mark.parametrize("ignored", [None, ["^other"]])
-def test_reading_the_layers_leaves_the_model_as_it_was(
-    folder: Path, ignored: list[str] | None
-) -> None:
+def test_loading_mtp_layers_does_not_change_model(folder: Path, ignored: list[str] | None) -> None:
     main, field = AutoModelForCausalLM.from_pretrained(folder), "_keys_to_ignore_on_load_unexpected"
     main.config.name_or_path = "org/elsewhere"
     main.__dict__.pop(field, None)

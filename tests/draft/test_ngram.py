@@ -1,4 +1,4 @@
-"""Prompt lookup: what it finds is what a search from scratch finds, at a cost that does not grow."""
+"""Prompt lookup: drafts are those of a search from scratch, at a cost that does not grow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CANDIDATES, LONGEST = 16, 32
 
 
 def searched(ids: list[int], min_match: int, length: int) -> list[int]:
-    """What `History.continuation` should say, by looking at all of `ids` again."""
+    """What `History.continuation` should return, by a search of all `ids`."""
     if len(ids) <= min_match:
         return []
     end = ids[-min_match:]
@@ -31,10 +31,10 @@ def searched(ids: list[int], min_match: int, length: int) -> list[int]:
     if not found:
         return []
     _, place = max(found)  # the longest, and of those the latest
-    said = list(ids)
-    for j in range(length):  # one by one: a match that reaches the end goes on with its own words
-        said.append(said[place + j])
-    return said[len(ids) :]
+    extended = list(ids)
+    for j in range(length):  # one by one: a match that reaches the end continues with its own ids
+        extended.append(extended[place + j])
+    return extended[len(ids) :]
 
 
 repetitive = st.lists(st.integers(0, 2), max_size=90)
@@ -45,9 +45,7 @@ phrases = st.lists(st.sampled_from([[1, 2, 3, 4], [2, 3], [5] * 7, [1, 2, 3, 9]]
 
 @settings(max_examples=300)
 @given(st.one_of(repetitive, phrases), st.integers(1, 6), st.integers(1, 9))
-def test_a_draft_is_what_a_search_of_the_whole_history_finds(
-    ids: list[int], min_match: int, length: int
-) -> None:
+def test_draft_matches_search_of_whole_history(ids: list[int], min_match: int, length: int) -> None:
     history = History(min_match)
     history.extend(ids)
     assert history.continuation(length) == searched(ids, min_match, length)
@@ -55,7 +53,7 @@ def test_a_draft_is_what_a_search_of_the_whole_history_finds(
 
 @settings(max_examples=150)
 @given(phrases, st.lists(st.integers(1, 9), min_size=1), st.integers(1, 4))
-def test_what_is_taken_in_piece_by_piece_is_as_if_taken_in_at_once(
+def test_history_extended_in_pieces_equals_history_extended_at_once(
     ids: list[int], pieces: list[int], min_match: int
 ) -> None:
     grown, start = History(min_match), 0
@@ -74,31 +72,31 @@ def test_what_is_taken_in_piece_by_piece_is_as_if_taken_in_at_once(
     [
         ([], []),
         ([1], []),
-        ([1, 2, 3, 4], []),  # nothing was said twice
+        ([1, 2, 3, 4], []),  # nothing is repeated
         ([1, 2, 3, 1, 2], [3, 1, 2, 3]),
         ([7, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2], [3, 8, 1, 2]),  # the longer match, not the later
-        ([1, 2, 3, 8, 1, 2, 4, 9, 1, 2], [4, 9, 1, 2]),  # the later of two as long
+        ([1, 2, 3, 8, 1, 2, 4, 9, 1, 2], [4, 9, 1, 2]),  # the later of two equally long matches
         ([5, 5, 5], [5, 5, 5, 5]),
         ([0, 6, 7, 6, 7], [6, 7, 6, 7]),  # the match overlaps the end, and so does what follows
         ([6, 7, 8, 0, 7, 8], [0, 7, 8, 0]),
     ],
 )
-def test_drafts_of_plain_examples(ids: list[int], expected: list[int]) -> None:
+def test_draft_examples(ids: list[int], expected: list[int]) -> None:
     history = History(2)
     history.extend(ids)
     assert history.continuation(4) == expected
 
 
-def test_a_match_of_32_is_long_enough_and_the_16_latest_are_looked_at() -> None:
+def test_matches_count_up_to_32_ids_and_16_latest_are_compared() -> None:
     stem = list(range(100, 140))
     history = History(2)
     history.extend([1, *stem, 50, 2, *stem, 51, 1, *stem])  # the first matches more than 32
     assert history.continuation(1) == [51]
     for between, found in ((CANDIDATES - 1, [70]), (CANDIDATES, [60])):
         history = History(2)
-        history.extend([3, 1, 2, 70])  # three agree here
+        history.extend([3, 1, 2, 70])  # three ids match here
         for i in range(between):
-            history.extend([9 + i, 1, 2, 60])  # and two there
+            history.extend([9 + i, 1, 2, 60])  # and two here
         history.extend([3, 1, 2])
         assert history.continuation(1) == found
 
@@ -107,7 +105,7 @@ def test_a_match_of_32_is_long_enough_and_the_16_latest_are_looked_at() -> None:
 
 
 def sequence(ids: list[int]) -> Any:
-    """What a proposer sees of one."""
+    """What a proposer reads of a sequence."""
 
     class Row(SimpleNamespace):
         __hash__ = object.__hash__
@@ -124,7 +122,7 @@ def sequence(ids: list[int]) -> Any:
     return Row(ids=ids, read=0)
 
 
-def test_each_sequence_has_a_history_of_its_own_that_reads_each_id_once() -> None:
+def test_each_sequence_has_its_own_history_and_reads_each_id_once() -> None:
     ngram = Ngram(2)
     first, second = sequence([1, 2, 3, 1, 2]), sequence([4, 5, 6, 4, 5])
     assert ngram.propose([first, second], [2, 3]) == [[3, 1], [6, 4, 5]]
@@ -132,7 +130,7 @@ def test_each_sequence_has_a_history_of_its_own_that_reads_each_id_once() -> Non
     assert ngram.propose([second], [1]) == [[6]]
     assert ngram.propose([first, second], [3, 1]) == [[2, 3, 1], [6]]
     assert (first.read, second.read) == (7, 5)
-    # One that was begun anew is another sequence, though it has the same ids.
+    # A restarted sequence is another one, though it has the same ids.
     again = sequence([1, 2])
     assert ngram.propose([again], [4]) == [[]]
     del again, first, second
@@ -140,7 +138,7 @@ def test_each_sequence_has_a_history_of_its_own_that_reads_each_id_once() -> Non
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_a_history_that_was_broken_off_half_way_is_read_anew(error: type[BaseException]) -> None:
+def test_interrupted_history_is_read_again(error: type[BaseException]) -> None:
     ids = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
 
     class Breaking(list[int]):
@@ -183,9 +181,7 @@ def operations(function: Any) -> int:
 @pytest.mark.parametrize(
     "kind", ["one id for ever", "two by turns", "all different", "long phrases"]
 )
-def test_taking_in_an_id_and_drafting_cost_the_same_at_any_length(
-    min_match: int, kind: str
-) -> None:
+def test_cost_of_extending_and_drafting_is_independent_of_length(min_match: int, kind: str) -> None:
     make = {
         "one id for ever": lambda i: 7,
         "two by turns": lambda i: i % 2,
@@ -202,17 +198,17 @@ def test_taking_in_an_id_and_drafting_cost_the_same_at_any_length(
     assert costs[3_000] == costs[100_000]
     assert costs[3_000][0] < 15
     assert costs[3_000][1] <= CANDIDATES * (LONGEST * 2 + 8) + 40
-    assert len(history._before) == len(history.ids)
-    assert len(history._last) <= len(history.ids)
+    assert len(history._previous_ends) == len(history.ids)
+    assert len(history._last_end) <= len(history.ids)
 
 
 @pytest.mark.parametrize("min_match", [0, -1, 33, 10**9, True, 2.0, "2", None])
-def test_a_match_of_no_length_or_of_any_is_refused(min_match: Any) -> None:
+def test_invalid_min_match_is_rejected(min_match: Any) -> None:
     with pytest.raises(InvalidRequest, match=rf"min_match={min_match!r}: .* 1 to 32"):
         Ngram(min_match)
 
 
 @pytest.mark.parametrize("min_match", [1, 2, 31, 32])
-def test_every_length_of_match_that_is_accepted_drafts(min_match: int) -> None:
+def test_valid_min_match_values_produce_drafts(min_match: int) -> None:
     ids = list(range(3, 40))
     assert Ngram(min_match).propose([sequence(ids + ids)], [3]) == [[3, 4, 5]]

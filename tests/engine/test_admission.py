@@ -1,4 +1,4 @@
-"""Bad input is refused at the door: by name, with the value and the limit, before any forward."""
+"""Bad input is rejected before any forward, with the field, its value and the limit in the message."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from verbatim import (
         (dict(json_schema={}, regex="a"), "json_schema and regex: at most one"),
         (dict(json_schema="{"), "json_schema is not a JSON schema"),
         (dict(json_schema=dict), r"not a JSON schema.* pass model_json_schema\(\)"),
-        (dict(json_schema=[1]), "a schema is an object, true or false"),
+        (dict(json_schema=[1]), "a schema must be an object, true or false"),
         (dict(regex=""), "regex=''"),
         (dict(grammar=3), "grammar=3"),
         (dict(choice="ab"), "choice='ab': must be a list"),
@@ -104,14 +104,14 @@ from verbatim import (
         (dict(early_stopping=True), "early_stopping=True: requires num_beams"),
     ],
 )
-def test_params_that_can_not_be_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_invalid_params_are_rejected(fields: dict[str, Any], message: str) -> None:
     not_together = " with " in message or "requires" in message
     with pytest.raises(NotSupported if not_together else InvalidRequest, match=message) as caught:
         SamplingParams(**fields)
     assert isinstance(caught.value, ValueError)
 
 
-def test_biases_may_have_token_ids_as_json_has_them() -> None:
+def test_logit_bias_keys_may_be_strings() -> None:
     given = {"7": 1.0, "0": 2.0, "0" * 30 + "12": 3.0}
     assert SamplingParams(logit_bias=given).logit_bias == {7: 1.0, 0: 2.0, 12: 3.0}
 
@@ -119,13 +119,13 @@ def test_biases_may_have_token_ids_as_json_has_them() -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        (dict(record_routing=True), NotSupported, "record_routing: no layer .* experts"),
+        (dict(record_routing=True), NotSupported, "record_routing: none of its layers .* experts"),
         (dict(replay_routing=[[[1]]]), NotSupported, "experts"),
         (dict(choice=["a"]), InvalidRequest, "choice needs a tokenizer"),
         (dict(json_schema=True), InvalidRequest, "json_schema needs a tokenizer"),
     ],
 )
-def test_what_this_model_can_not_do_is_refused_at_the_door(
+def test_features_the_model_lacks_are_rejected_before_any_forward(
     fields: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with LLM(make_toy("llama")) as llm:
@@ -134,7 +134,7 @@ def test_what_this_model_can_not_do_is_refused_at_the_door(
         assert llm.stats()["forwards"] == 0
 
 
-def test_a_routing_that_does_not_fit_is_refused_at_the_door() -> None:
+def test_invalid_routing_options_are_rejected() -> None:
     with LLM(make_toy("qwen3_moe")) as llm:
         for shape, message in (
             ((2, 3, 1), r"shape \[2, 3, 1\]; .* up to \[6, 3, 2\]"),
@@ -150,7 +150,7 @@ def test_a_routing_that_does_not_fit_is_refused_at_the_door() -> None:
             llm.generate([5, 6], SamplingParams(record_routing=True, num_beams=2))
 
 
-def test_params_are_equal_where_all_they_ask_is() -> None:
+def test_params_compare_by_value_and_can_be_copied() -> None:
     routing = torch.tensor([[[1, 2]]])
     params = SamplingParams(replay_routing=routing, logit_bias={1: 2.0}, stop=["a"])
     assert params == params.replace() and hash(params) == hash(params.replace())
@@ -159,13 +159,13 @@ def test_params_are_equal_where_all_they_ask_is() -> None:
     assert pickle.loads(pickle.dumps(params)) == params and copy.deepcopy(params) == params
 
 
-def test_min_tokens_must_fit_in_what_the_prompt_leaves() -> None:
+def test_min_tokens_beyond_the_remaining_length_is_rejected() -> None:
     too_many = pytest.raises(InvalidRequest, match="min_tokens=9 is more than the 8 tokens")
     with LLM(make_toy("llama"), max_length=20) as llm, too_many:
         llm.generate([5] * 12, SamplingParams(min_tokens=9))
 
 
-def test_params_keep_their_own_copies() -> None:
+def test_params_copy_mutable_arguments() -> None:
     stops, bias = [[1, 2]], {3: 1.0}
     params = SamplingParams(stop_token_ids=stops, logit_bias=bias)
     stops[0].append(9)
@@ -193,22 +193,22 @@ def test_params_keep_their_own_copies() -> None:
         ([3], dict(logprobs=VOCAB + 1), InvalidRequest, "more than the vocabulary"),
     ],
 )
-def test_bad_prompts_are_refused_before_any_forward(
+def test_bad_prompts_are_rejected_before_any_forward(
     prompt: Any, params: dict[str, Any], error: type[VerbatimError], message: str
 ) -> None:
-    asked = SamplingParams(**params)
+    sampling_params = SamplingParams(**params)
     with LLM(make_toy("llama")) as llm:
-        calls: list[Callable[[], Any]] = [lambda: llm.generate(prompt, asked)]
-        calls.append(lambda: asyncio.run(llm.agenerate(prompt, asked)))
+        calls: list[Callable[[], Any]] = [lambda: llm.generate(prompt, sampling_params)]
+        calls.append(lambda: asyncio.run(llm.agenerate(prompt, sampling_params)))
         if prompt != [[3], []]:  # one prompt
-            calls.append(lambda: llm.stream(prompt, asked))
+            calls.append(lambda: llm.stream(prompt, sampling_params))
         for call in calls:
             with pytest.raises(error, match=message):
                 call()
         assert llm.stats()["forwards"] == 0
 
 
-def test_one_bad_prompt_among_good_ones_runs_nothing() -> None:
+def test_one_bad_prompt_rejects_the_whole_batch() -> None:
     with LLM(make_toy("llama")) as llm:
         with pytest.raises(InvalidRequest, match="outside"):
             llm.generate([[3, 4], [999]])
@@ -239,7 +239,7 @@ def test_one_bad_prompt_among_good_ones_runs_nothing() -> None:
         (dict(num_threads=10**6), InvalidRequest, "num_threads=1000000: at most"),
     ],
 )
-def test_bad_options_are_refused(
+def test_bad_options_are_rejected(
     options: dict[str, Any], error: type[VerbatimError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -247,13 +247,13 @@ def test_bad_options_are_refused(
 
 
 @pytest.mark.parametrize("value", ["2MB", "2MiB", 2_000_000, "0.1%"])
-def test_kv_memory_is_a_number_an_amount_or_a_share(value: Any) -> None:
+def test_kv_memory_is_a_number_a_size_or_a_percentage(value: Any) -> None:
     with LLM(make_toy("llama"), kv_memory=value, max_sequences=10_000) as llm:
         assert 0 < llm.info()["kv_bytes"] <= 40_000_000
 
 
 class Folder:
-    """A saved toy, to be damaged."""
+    """A saved toy checkpoint that tests damage."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -269,19 +269,19 @@ def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path)
 
 
-def test_a_folder_gives_the_live_modules_answers(folder: Folder) -> None:
+def test_folder_gives_same_tokens_as_live_module(folder: Folder) -> None:
     params = SamplingParams(seed=1, max_tokens=6)
     with LLM(folder.path) as loaded, LLM(make_toy("llama")) as live:
         a, b = (llm.generate([5, 6, 7], params)[0].outputs[0] for llm in (loaded, live))
         assert loaded.tokenizer is None and a.token_ids == b.token_ids and a.logprobs == b.logprobs
 
 
-def test_a_folder_can_be_loaded_in_another_dtype(folder: Folder) -> None:
+def test_folder_can_be_loaded_in_another_dtype(folder: Folder) -> None:
     with LLM(folder.path, dtype="bfloat16") as llm:
         assert llm.info()["dtype"] == llm.info()["kv_dtype"] == "bfloat16"
 
 
-def test_missing_and_damaged_folders_are_named(folder: Folder, tmp_path: Path) -> None:
+def test_missing_and_damaged_checkpoints_are_reported(folder: Folder, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model at '/no/such/folder'"):
         LLM("/no/such/folder")
     (tmp_path / "empty").mkdir()
@@ -302,13 +302,13 @@ def test_missing_and_damaged_folders_are_named(folder: Folder, tmp_path: Path) -
         LLM(folder.path)
 
 
-def test_weights_that_are_missing_are_not_made_up(folder: Folder) -> None:
+def test_missing_weights_are_rejected(folder: Folder) -> None:
     folder.edit(num_hidden_layers=4)
     with pytest.raises(ModelError, match="weights are missing"):
         LLM(folder.path)
 
 
-def test_unknown_architectures_are_refused_by_name(folder: Folder) -> None:
+def test_unsupported_architectures_are_rejected_by_name(folder: Folder) -> None:
     folder.edit(model_type="alien", architectures=["AlienForCausalLM"])
     with pytest.raises(UnsupportedModel, match="alien"):
         LLM(folder.path)
@@ -317,7 +317,7 @@ def test_unknown_architectures_are_refused_by_name(folder: Folder) -> None:
         LLM(folder.path)
 
 
-def test_a_module_that_is_no_language_model_is_refused() -> None:
+def test_unsupported_modules_are_rejected() -> None:
     with pytest.raises(UnsupportedModel, match="holds no transformers model"):
         LLM(torch.nn.Linear(3, 3))
     with pytest.raises(NotSupported, match="float64"):

@@ -1,14 +1,16 @@
-"""The step: how many forwards, who ends when, what an error takes with it."""
+"""Engine steps: number of forwards, ends of completions, seeds, memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from support.requests_mixed import all_facts, facts, mixed_requests
+from support.scripted_runner import scripted_engine
 from support.toys import make_toy, random_ids
 from verbatim import LLM, EngineClosed, FinishReason, OutOfBlocks, SamplingParams
 
@@ -32,7 +34,27 @@ def test_n_tokens_take_n_forwards(llm: LLM) -> None:
         assert count(llm, PROMPT, max_tokens=n) == n
 
 
-def test_no_tokens_take_no_forward_unless_prompt_logprobs_are_asked_for(llm: LLM) -> None:
+def test_failed_step_does_not_count_as_preemption() -> None:
+    engine, admission = scripted_engine()
+    request = admission.admit([1, 2, 3, 4, 5], SamplingParams(n=2, max_tokens=4, seed=0))
+    engine.add(request)
+    forward, runner = engine.runner.forward, cast(Any, engine.runner)
+    forwards: list[Any] = []
+
+    def failing(batch: Any) -> Any:
+        forwards.append(batch.block_copies)
+        if len(forwards) == 2:
+            raise ValueError("a failure")
+        return forward(batch)
+
+    runner.forward = failing
+    while engine.has_work:
+        engine.step()
+    assert forwards[1], "the step has no block copies"
+    assert request.metrics.preemptions == engine.stats()["preemptions"] == 0
+
+
+def test_zero_tokens_take_no_forward_without_prompt_logprobs(llm: LLM) -> None:
     assert count(llm, PROMPT, max_tokens=0) == 0
     assert count(llm, PROMPT, max_tokens=0, prompt_logprobs=0) == 1
     result = llm.generate(PROMPT, SamplingParams(max_tokens=0))[0]
@@ -40,7 +62,7 @@ def test_no_tokens_take_no_forward_unless_prompt_logprobs_are_asked_for(llm: LLM
     assert result.outputs[0].token_ids == [] and result.prompt_logprobs is None
 
 
-def test_two_runs_without_a_seed_differ_and_the_reported_seed_reproduces_each(llm: LLM) -> None:
+def test_unseeded_runs_differ_and_reported_seeds_reproduce_them(llm: LLM) -> None:
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     first, second = (llm.generate(PROMPT, params)[0].outputs[0] for _ in range(2))
     assert first.token_ids != second.token_ids
@@ -55,7 +77,7 @@ def test_samples_of_one_request_differ_and_share_its_seed(llm: LLM) -> None:
     assert [(c.index, c.seed) for c in result.outputs] == [(0, 5), (1, 5), (2, 5)]
 
 
-def test_eos_and_stop_ids_stay_and_lists_have_one_length(llm: LLM) -> None:
+def test_stop_token_ids_are_kept_and_lists_have_equal_length(llm: LLM) -> None:
     free = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     ids = free[0].outputs[0].token_ids
     params = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[ids[3]], logprobs=2)
@@ -70,7 +92,7 @@ def test_eos_and_stop_ids_stay_and_lists_have_one_length(llm: LLM) -> None:
     assert c.stop_reason == pair and tuple(c.token_ids[-2:]) == pair
 
 
-def test_several_eos_ids_of_the_generation_config_end_a_completion() -> None:
+def test_every_eos_id_of_generation_config_ends_a_completion() -> None:
     model = make_toy("llama")
     with LLM(model) as llm:
         ids = (
@@ -92,7 +114,7 @@ def test_greedy_reports_a_sampled_logprob_of_zero(llm: LLM) -> None:
     assert c.sampled_logprobs == [0.0] * len(c.token_ids) and all(p < 0 for p in c.logprobs)
 
 
-def test_deltas_join_to_the_result(llm: LLM) -> None:
+def test_deltas_join_to_result(llm: LLM) -> None:
     params = SamplingParams(n=2, max_tokens=9, seed=1, logprobs=2)
     deltas = list(llm.stream(PROMPT, params))
     result = deltas[-1].result
@@ -106,10 +128,10 @@ def test_deltas_join_to_the_result(llm: LLM) -> None:
         assert all(d.finish_reason is None for d in mine[:-1])
 
 
-def test_prompt_logprobs_never_ask_for_more_logits_than_fit(
+def test_prompt_logprobs_limit_rows_of_logits_per_forward(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the prompts, one forward has so many rows of logits for them, and one a sequence more."""
+    """A forward has at most `max_prompt_rows` rows of logits for prompts, plus one per sequence."""
     prompts = [random_ids(n, seed=n) for n in (150, 70, 3, 90)]
     params = SamplingParams(max_tokens=2, prompt_logprobs=1, seed=1)
     expected = all_facts(llm.generate(prompts, params))
@@ -127,7 +149,7 @@ def test_prompt_logprobs_never_ask_for_more_logits_than_fit(
         assert max(rows) <= most + len(prompts)
 
 
-def test_top_logprobs_can_be_read_by_text() -> None:
+def test_top_logprobs_are_converted_to_text() -> None:
     with LLM() as llm:
         params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2)
         result = llm.generate("Once upon a time", params)[0]
@@ -139,7 +161,7 @@ def test_top_logprobs_can_be_read_by_text() -> None:
         assert llm.by_text(result.prompt_top_logprobs)[0] is None
 
 
-def test_memory_is_bounded_and_given_back() -> None:
+def test_kv_memory_limits_blocks_and_length() -> None:
     model = make_toy("llama")
     with LLM(model, kv_memory=100_000) as llm:
         info = llm.info()
@@ -157,7 +179,7 @@ def test_memory_is_bounded_and_given_back() -> None:
         LLM(model, kv_memory=100)
 
 
-def test_the_engine_uses_no_generator_no_cache_and_no_generate_of_others(
+def test_engine_uses_no_torch_rng_and_no_transformers_generate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import transformers
@@ -167,7 +189,7 @@ def test_the_engine_uses_no_generator_no_cache_and_no_generate_of_others(
 
     model = make_toy("qwen3_moe")
     prompts, params = mixed_requests(9)
-    with LLM(model) as llm:  # opening tries layers out on noise, which no word depends on
+    with LLM(model) as llm:  # opening probes layers with random inputs, which affect no token
         for owner, name in (
             (torch, "multinomial"),
             (torch, "Generator"),
@@ -177,3 +199,23 @@ def test_the_engine_uses_no_generator_no_cache_and_no_generate_of_others(
         ):
             monkeypatch.setattr(owner, name, forbidden)
         assert len(llm.generate(prompts, params)) == 9
+
+
+def test_runner_sleeps_again_if_the_proposer_can_not_be_woken() -> None:
+    engine, _ = scripted_engine()
+    calls: list[Any] = []
+    fails = iter([True, False])
+
+    def call(method: str, *_: Any) -> None:
+        if method == "wake" and next(fails):
+            raise OSError("no memory")
+
+    engine.drafting = SimpleNamespace(call=call)
+    engine.runner.sleep, engine.runner.wake = calls.append, lambda: calls.append("wake")
+    engine.sleep(weights=True)
+    with pytest.raises(OSError):
+        engine.wake()
+    assert not engine.mode.has_steps
+    engine.wake()
+    assert engine.mode.has_steps
+    assert calls == [True, "wake", False, "wake"]

@@ -1,4 +1,4 @@
-"""Requests come, go, fork, are evicted and aborted in any order, and every answer is what it is alone."""
+"""Requests are added, forked, evicted and aborted in any order, and each result is the same as alone."""
 
 from __future__ import annotations
 

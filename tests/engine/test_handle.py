@@ -1,4 +1,4 @@
-"""Many callers, one engine: who makes the steps, who waits, and what a caller can do to another."""
+"""Many callers of one engine: which thread runs the steps, who waits, and isolation between callers."""
 
 from __future__ import annotations
 
@@ -40,15 +40,14 @@ from verbatim import (
     VerbatimError,
 )
 from verbatim.batch import Batch
+from verbatim.common.shield import Shield
 from verbatim.core import Delta, Request, Result
 from verbatim.engine.admission import Admission
 from verbatim.engine.engine import Engine
 from verbatim.engine.handle import EngineHandle
 from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import ModelChanged, QueueFull
-from verbatim.kv.blocks import BlockPool
 from verbatim.protocols import Forward
-from verbatim.shield import Shield
 
 PROMPT = random_ids(10, seed=3)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=4)
@@ -69,7 +68,7 @@ def engine_threads() -> list[threading.Thread]:
 
 @contextlib.contextmanager
 def slow_steps(llm: LLM) -> Iterator[None]:
-    """Give what happens in the block ten seconds before a request of `LONG` is at its end."""
+    """Slow down steps, so that a `LONG` request takes at least ten seconds."""
     module = llm.engine.runner.module
     hook = module.register_forward_hook(lambda *_: time.sleep(0.05))
     try:
@@ -90,7 +89,7 @@ async def last(llm: LLM, prompt: Any, params: SamplingParams) -> Any:
 # ---- asynchronous callers
 
 
-def test_200_streams_finish_and_leave_the_default_executor_alone(llm: LLM) -> None:
+def test_200_streams_finish_without_the_default_executor(llm: LLM) -> None:
     class Untouchable(Executor):
         def submit(self, *_: Any, **__: Any) -> Any:
             raise AssertionError("the executor belongs to the user")
@@ -110,7 +109,7 @@ def test_200_streams_finish_and_leave_the_default_executor_alone(llm: LLM) -> No
     assert llm.stats()["blocks_used"] == 0
 
 
-def test_threads_and_event_loops_together_get_what_each_gets_alone(llm: LLM) -> None:
+def test_concurrent_threads_and_event_loops_get_the_same_results(llm: LLM) -> None:
     prompts, params = mixed_requests(12)
     expected = all_facts(llm.generate(prompts, params))
 
@@ -134,7 +133,7 @@ def test_threads_and_event_loops_together_get_what_each_gets_alone(llm: LLM) -> 
         assert loops[0].result() == expected and loops[1].result() == expected[::2]
 
 
-def test_a_cancelled_stream_ends_within_a_step_and_alone(llm: LLM) -> None:
+def test_cancelled_calls_end_without_affecting_others(llm: LLM) -> None:
     expected = ids(llm.generate(PROMPT, LONG))
 
     async def main() -> None:
@@ -160,7 +159,7 @@ def test_a_cancelled_stream_ends_within_a_step_and_alone(llm: LLM) -> None:
     assert llm.stats()["blocks_used"] == 0
 
 
-def test_leaving_an_async_stream_early_aborts_it(llm: LLM) -> None:
+def test_leaving_async_stream_early_aborts_it(llm: LLM) -> None:
     async def main() -> None:
         async for _ in llm.astream(PROMPT, LONG):
             break
@@ -172,7 +171,7 @@ def test_leaving_an_async_stream_early_aborts_it(llm: LLM) -> None:
     assert llm.stats()["tokens"] < 100
 
 
-def test_steps_are_made_where_the_call_was_made_again_when_the_coroutines_are_gone(
+def test_sync_calls_run_steps_in_their_thread_after_coroutines_end(
     llm: LLM,
 ) -> None:
     seen: set[str] = set()
@@ -184,16 +183,16 @@ def test_steps_are_made_where_the_call_was_made_again_when_the_coroutines_are_go
     seen.clear()
     llm.generate(PROMPT, SHORT)
     assert seen == {"MainThread"} and len(engine_threads()) == 1
-    caller = in_thread(llm.generate, PROMPT, LONG)  # waits, and then goes on by itself
+    caller = in_thread(llm.generate, PROMPT, LONG)  # waits first, then runs the steps itself
     asyncio.run(llm.agenerate(PROMPT, SHORT))
     caller.result()
     assert len(seen) == 3
 
 
-def test_waiting_callers_are_served_when_the_one_who_made_the_steps_leaves(llm: LLM) -> None:
+def test_waiting_callers_are_served_when_the_stepping_caller_stops(llm: LLM) -> None:
     expected = ids(llm.generate(PROMPT, LONG))
     stream = llm.stream(PROMPT[::-1], LONG)
-    next(stream)  # and nobody reads it
+    next(stream)  # and is not read further
     callers = [in_thread(llm.generate, PROMPT, LONG) for _ in range(5)]
     for caller in callers:
         assert ids(caller.result()) == expected
@@ -203,18 +202,18 @@ def test_waiting_callers_are_served_when_the_one_who_made_the_steps_leaves(llm: 
 # ---- the loop thread's life
 
 
-def test_the_loop_thread_goes_with_an_engine_that_is_collected() -> None:
+def test_loop_thread_ends_when_engine_is_collected() -> None:
     llm = LLM(make_toy("llama"), **SMALL)
     asyncio.run(llm.agenerate(PROMPT, SHORT))
     assert len(engine_threads()) == 1
     gone = weakref.ref(llm.engine)
     del llm
     gc.collect()
-    until(lambda: gone() is None)  # the thread may hold it for the end of its turn
+    until(lambda: gone() is None)  # the thread may hold a reference until its turn ends
     until(lambda: not engine_threads())
 
 
-def test_an_engine_that_is_dropped_after_a_stream_is_freed_at_once() -> None:
+def test_engine_dropped_after_a_stream_is_freed_at_once() -> None:
     llm = LLM(make_toy("llama"), **SMALL)
     gone = weakref.ref(llm.engine)
     gc.collect()
@@ -227,7 +226,7 @@ def test_an_engine_that_is_dropped_after_a_stream_is_freed_at_once() -> None:
         gc.enable()
 
 
-def test_closing_ends_what_runs_as_aborted() -> None:
+def test_close_aborts_running_requests() -> None:
     llm = LLM(make_toy("llama"), **SMALL)
 
     async def main() -> list[Any]:
@@ -262,7 +261,7 @@ _OPEN_ENDS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["; ".join(_OPEN_ENDS), *_OPEN_ENDS])
-def test_a_process_ends_quietly_with_streams_left_open(ending: str) -> None:
+def test_process_exits_quietly_with_open_streams(ending: str) -> None:
     script = f"""
 import asyncio, atexit, sys, threading, time
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
@@ -296,11 +295,11 @@ async def forever():
 # ---- pausing
 
 
-def test_what_was_paused_goes_on_with_the_same_bits(llm: LLM) -> None:
+def test_paused_requests_continue_with_the_same_bits(llm: LLM) -> None:
     prompts, params = mixed_requests(9)
     expected = all_facts(llm.generate(prompts, params))
     for _ in range(3):
-        sync = in_thread(llm.generate, prompts, params)
+        thread_call = in_thread(llm.generate, prompts, params)
         coroutine = in_thread(lambda: asyncio.run(llm.agenerate(prompts, params)))
         for _ in range(4):
             llm.pause()
@@ -311,13 +310,13 @@ def test_what_was_paused_goes_on_with_the_same_bits(llm: LLM) -> None:
             llm.pause("keep")
             llm.resume()
             time.sleep(0.005)
-        assert all_facts(sync.result()) == all_facts(coroutine.result()) == expected
+        assert all_facts(thread_call.result()) == all_facts(coroutine.result()) == expected
     llm.resume()
     assert llm.stats()["paused"] is False
 
 
 @pytest.mark.parametrize("driven", [False, True])
-def test_draining_finishes_what_is_there_and_holds_newcomers(llm: LLM, driven: bool) -> None:
+def test_drain_finishes_running_requests_and_holds_new_ones(llm: LLM, driven: bool) -> None:
     def call(params: SamplingParams) -> Callable[[], Any]:
         if driven:
             return lambda: asyncio.run(llm.agenerate(PROMPT, params))
@@ -328,7 +327,7 @@ def test_draining_finishes_what_is_there_and_holds_newcomers(llm: LLM, driven: b
         early = [in_thread(call(LONG)) for _ in range(3)]
         until(lambda: llm.stats()["running"] == 3)
         drain = in_thread(llm.pause, "drain")
-        until(lambda: llm.engine._mode.value == "draining")
+        until(lambda: llm.engine._engine.mode.value == "draining")
         late = in_thread(call(SHORT))
         timed = in_thread(call(SHORT.replace(timeout_s=0.02)))
         assert timed.result()[0].outputs[0].finish_reason is FinishReason.TIMEOUT
@@ -337,12 +336,12 @@ def test_draining_finishes_what_is_there_and_holds_newcomers(llm: LLM, driven: b
     assert [ids(caller.result()) for caller in early] == [expected] * 3
     stats = llm.stats()
     assert stats["paused"] and stats["running"] == 0 and late.running()
-    llm.pause("drain")  # nothing runs, but somebody waits
+    llm.pause("drain")  # nothing runs, but a request waits
     assert ids(late.result()) == expected[:5]
     llm.resume()
 
 
-def test_draining_by_the_only_thread_makes_the_steps(llm: LLM) -> None:
+def test_drain_from_the_only_thread_runs_the_steps(llm: LLM) -> None:
     stream = llm.stream(PROMPT, LONG)
     next(stream)
     llm.pause("drain")
@@ -351,7 +350,7 @@ def test_draining_by_the_only_thread_makes_the_steps(llm: LLM) -> None:
     llm.resume()
 
 
-def test_pausing_by_aborting_ends_everybody(llm: LLM) -> None:
+def test_pause_with_abort_ends_all_requests(llm: LLM) -> None:
     with slow_steps(llm):
         callers = [
             in_thread(llm.generate, PROMPT, LONG),
@@ -369,7 +368,7 @@ def test_pausing_by_aborting_ends_everybody(llm: LLM) -> None:
     assert len(ids(waiting.result())) == 5
 
 
-def test_an_unknown_mode_is_refused_by_name(llm: LLM) -> None:
+def test_unknown_pause_mode_is_rejected_by_name(llm: LLM) -> None:
     with pytest.raises(
         InvalidRequest, match="mode='stop': must be one of 'keep', 'drain', 'abort'"
     ):
@@ -378,7 +377,7 @@ def test_an_unknown_mode_is_refused_by_name(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("driven", [False, True])
-def test_a_timeout_ends_a_request_while_all_is_paused(llm: LLM, driven: bool) -> None:
+def test_timeout_ends_request_while_paused(llm: LLM, driven: bool) -> None:
     def call(params: SamplingParams) -> Any:
         return (
             asyncio.run(llm.agenerate(PROMPT, params)) if driven else llm.generate(PROMPT, params)
@@ -394,10 +393,10 @@ def test_a_timeout_ends_a_request_while_all_is_paused(llm: LLM, driven: bool) ->
     assert all(len(ids(caller.result())) == 5 for caller in others)
 
 
-def test_a_timeout_ends_a_submitted_request_while_another_caller_waits(llm: LLM) -> None:
+def test_timeout_ends_submitted_request_while_another_caller_waits(llm: LLM) -> None:
     llm.pause()
     other = in_thread(llm.generate, PROMPT, SHORT)
-    until(lambda: llm.engine._waiting)
+    until(lambda: llm.engine._step_queue)
     time.sleep(0.05)
     request, ended = (
         llm.engine.admission.admit(PROMPT, SHORT.replace(timeout_s=0.05)),
@@ -409,7 +408,7 @@ def test_a_timeout_ends_a_submitted_request_while_another_caller_waits(llm: LLM)
     assert len(ids(other.result())) == 5
 
 
-def test_an_interrupt_ends_the_wait_of_a_paused_program(llm: LLM) -> None:
+def test_ctrl_c_ends_a_call_waiting_on_a_paused_engine(llm: LLM) -> None:
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     main = threading.main_thread().ident
     assert main is not None
@@ -417,7 +416,7 @@ def test_an_interrupt_ends_the_wait_of_a_paused_program(llm: LLM) -> None:
         llm.pause()
 
         def press() -> None:
-            until(lambda: llm.engine._waiting)
+            until(lambda: llm.engine._step_queue)
             signal.pthread_kill(main, signal.SIGINT)
 
         killer = in_thread(press)
@@ -435,10 +434,10 @@ def test_an_interrupt_ends_the_wait_of_a_paused_program(llm: LLM) -> None:
 # ---- sleeping
 
 
-def test_what_was_running_when_the_engine_slept_gets_the_same_bits(llm: LLM) -> None:
+def test_requests_running_before_sleep_get_the_same_bits(llm: LLM) -> None:
     prompts, params = mixed_requests(9)
     expected = all_facts(llm.generate(prompts, params))
-    sync = in_thread(llm.generate, prompts, params)
+    thread_call = in_thread(llm.generate, prompts, params)
     coroutine = in_thread(lambda: asyncio.run(llm.agenerate(prompts, params)))
     for _ in range(4):
         llm.sleep()
@@ -455,10 +454,10 @@ def test_what_was_running_when_the_engine_slept_gets_the_same_bits(llm: LLM) -> 
         llm.wake()
         assert 0 < llm.info()["kv_bytes"] <= 16e6
         time.sleep(0.01)
-    assert all_facts(sync.result()) == all_facts(coroutine.result()) == expected
+    assert all_facts(thread_call.result()) == all_facts(coroutine.result()) == expected
 
 
-def test_a_live_modules_weights_are_not_dropped(llm: LLM) -> None:
+def test_live_module_weights_are_not_dropped_by_sleep(llm: LLM) -> None:
     with pytest.raises(NotSupported, match="live module"):
         llm.sleep(weights=True)
     stats = llm.stats()
@@ -467,7 +466,7 @@ def test_a_live_modules_weights_are_not_dropped(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but(["gpt2"], ["llama", "gpt2", "deepseek_v3"]))
-def test_dropped_weights_come_back_with_the_same_bits(tmp_path: Path, name: str) -> None:
+def test_dropped_weights_are_reloaded_with_the_same_bits(tmp_path: Path, name: str) -> None:
     make_toy(name, tie_word_embeddings=name != "deepseek_v3").save_pretrained(tmp_path)
     prompts, params = mixed_requests(7)
     with LLM(tmp_path, dtype="bfloat16", **SMALL) as llm:
@@ -495,7 +494,7 @@ def test_dropped_weights_come_back_with_the_same_bits(tmp_path: Path, name: str)
         assert ids(llm.generate(PROMPT, LONG)) == head + tail
 
 
-def test_weights_that_would_come_back_as_others_are_not_dropped(tmp_path: Path) -> None:
+def test_changed_weights_or_files_are_detected_by_sleep_and_wake(tmp_path: Path) -> None:
     make_toy("llama").save_pretrained(tmp_path)
     config = tmp_path / "config.json"
     text = config.read_text()
@@ -520,7 +519,7 @@ def test_weights_that_would_come_back_as_others_are_not_dropped(tmp_path: Path) 
         assert not llm.stats()["asleep"]
 
 
-def test_weights_of_a_parameter_that_was_replaced_are_not_dropped(tmp_path: Path) -> None:
+def test_weights_of_replaced_parameter_are_not_dropped(tmp_path: Path) -> None:
     make_toy("llama").save_pretrained(tmp_path)
     with LLM(tmp_path, **SMALL) as llm:
         head = llm.engine.runner.module.lm_head
@@ -531,7 +530,7 @@ def test_weights_of_a_parameter_that_was_replaced_are_not_dropped(tmp_path: Path
         assert ids(llm.generate(PROMPT, SHORT)) == expected
 
 
-def test_ctrl_c_of_a_drain_keeps_the_later_pause_of_another_thread(
+def test_ctrl_c_in_drain_keeps_pause_of_another_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with LLM(make_toy("llama"), **SMALL) as llm:
@@ -552,10 +551,10 @@ def test_ctrl_c_of_a_drain_keeps_the_later_pause_of_another_thread(
         assert llm.stats()["paused"]
 
 
-# ---- streams that nobody reads
+# ---- unread streams
 
 
-def test_a_stream_that_is_not_read_ends_alone() -> None:
+def test_unread_stream_fails_without_affecting_others() -> None:
     with LLM(make_toy("llama"), max_unread=20, **SMALL) as llm:
         stream = llm.stream(PROMPT, LONG)
         head = next(stream).token_ids
@@ -582,22 +581,22 @@ def test_a_stream_that_is_not_read_ends_alone() -> None:
 
         assert 20 <= asyncio.run(stalled()) <= 22
         many = SamplingParams(n=40, max_tokens=3, ignore_eos=True)
-        assert len(list(llm.stream(PROMPT, many))) == 120  # one step may bring more than that
+        assert len(list(llm.stream(PROMPT, many))) == 120  # one step may add more deltas than that
     with pytest.raises(InvalidRequest, match="max_unread=0"):
         LLM(make_toy("llama"), max_unread=0)
 
 
-def test_a_loop_over_steps_that_is_slow_gets_all_deltas() -> None:
+def test_slow_loop_over_steps_gets_all_deltas() -> None:
     with LLM(make_toy("llama"), max_unread=20, **SMALL) as llm:
         request = llm.engine.admission.admit(PROMPT, LONG)
         steps = llm.engine.steps([request])
         deltas = next(steps)
-        llm.generate(PROMPT[::-1], LONG)  # its steps add to the other request, too
+        llm.generate(PROMPT[::-1], LONG)  # its steps run the other request, too
         deltas += [delta for step in steps for delta in step]
         assert [i for delta in deltas for i in delta.token_ids] == ids(llm.generate(PROMPT, LONG))
 
 
-def test_a_stream_dropped_in_the_middle_of_a_forward_ends_alone(llm: LLM) -> None:
+def test_stream_dropped_during_forward_does_not_affect_others(llm: LLM) -> None:
     expected = ids(llm.generate(PROMPT, LONG))
     streams = [llm.stream(PROMPT[::-1], LONG) for _ in range(3)]
     for stream in streams:
@@ -619,7 +618,7 @@ def test_a_stream_dropped_in_the_middle_of_a_forward_ends_alone(llm: LLM) -> Non
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), KeyError("a bug"), SystemExit(3)])
-def test_an_error_of_the_step_reaches_all_who_wait_and_the_loop_goes_on(
+def test_step_error_reaches_all_callers_and_engine_continues(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     expected = ids(llm.generate(PROMPT, SHORT))
@@ -642,11 +641,11 @@ def test_an_error_of_the_step_reaches_all_who_wait_and_the_loop_goes_on(
         found = await asyncio.gather(*calls, return_exceptions=True)
         with pytest.raises(Exception) as caught:
             sync.result()
-        for mine in [*found, caught.value]:
+        for raised in [*found, caught.value]:
             if isinstance(error, Exception):
-                assert mine is error
+                assert raised is error
             else:
-                assert isinstance(mine, RequestFailed) and mine.__cause__ is error
+                assert isinstance(raised, RequestFailed) and raised.__cause__ is error
         assert ids(await llm.agenerate(PROMPT, SHORT)) == expected
 
     asyncio.run(main())
@@ -654,7 +653,7 @@ def test_an_error_of_the_step_reaches_all_who_wait_and_the_loop_goes_on(
     assert ids(llm.generate(PROMPT, SHORT)) == expected
 
 
-def test_an_error_of_a_step_is_raised_as_it_was_by_each_caller(llm: LLM) -> None:
+def test_step_error_keeps_its_traceback_for_each_caller(llm: LLM) -> None:
     def explode(*_: Any) -> None:
         raise KeyError("from a hook")
 
@@ -674,10 +673,10 @@ def test_an_error_of_a_step_is_raised_as_it_was_by_each_caller(llm: LLM) -> None
     assert len(ids(llm.generate(PROMPT, SHORT))) == 5
 
 
-# ---- by hand
+# ---- manual stepping
 
 
-def test_steps_by_hand(llm: LLM) -> None:
+def test_manual_stepping(llm: LLM) -> None:
     expected = ids(llm.generate(PROMPT, SHORT))
     handle, before = llm.engine, llm.stats()["forwards"]
     request = llm.engine.admission.admit(PROMPT, SHORT)
@@ -705,18 +704,18 @@ def test_steps_by_hand(llm: LLM) -> None:
     assert llm.stats()["blocks_used"] == 0
 
 
-def test_what_a_callback_raises_ends_its_request_alone(llm: LLM) -> None:
-    mine, other = (llm.engine.admission.admit(PROMPT, SHORT) for _ in range(2))
+def test_callback_error_fails_only_its_request(llm: LLM) -> None:
+    failing, other = (llm.engine.admission.admit(PROMPT, SHORT) for _ in range(2))
 
     def refuse(delta: Delta) -> None:
         raise ZeroDivisionError
 
-    llm.engine.submit(mine, refuse)
+    llm.engine.submit(failing, refuse)
     assert len(llm.engine.run([other])[0].outputs[0].token_ids) == 5
-    assert isinstance(mine.error, ZeroDivisionError)
+    assert isinstance(failing.error, ZeroDivisionError)
 
 
-def test_what_would_wait_for_its_own_step_is_refused(llm: LLM) -> None:
+def test_calls_from_inside_a_forward_are_rejected(llm: LLM) -> None:
     refused: list[str] = []
 
     def call_back(*_: Any) -> None:
@@ -733,7 +732,7 @@ def test_what_would_wait_for_its_own_step_is_refused(llm: LLM) -> None:
     assert len(ids(llm.generate(PROMPT, SHORT))) == 5 and len(refused) == 40
 
 
-def test_more_than_may_wait_are_refused_all_at_once() -> None:
+def test_group_over_max_waiting_is_rejected_as_a_whole() -> None:
     with LLM(make_toy("llama"), max_waiting=2, max_sequences=1, **SMALL) as llm:
         llm.pause()
         waiting = [in_thread(llm.generate, [PROMPT] * 2, SHORT)]
@@ -750,7 +749,7 @@ def test_more_than_may_wait_are_refused_all_at_once() -> None:
         assert [len(caller.result()) for caller in waiting] == [2, 1]
 
 
-# ---- whose turn it is, without a model
+# ---- scheduling between callers, without a model
 
 
 class CountingRunner(ScriptedRunner):
@@ -766,12 +765,11 @@ class CountingRunner(ScriptedRunner):
 
 
 class WatchedEngine(Engine):
-    """An engine at which no two threads may be at the same time."""
+    """An engine that fails if two threads use it at the same time."""
 
     def __init__(self) -> None:
         runner = CountingRunner(num_blocks=4096, block_size=64)
-        pool = BlockPool(runner.num_blocks)
-        super().__init__(runner, Scheduler(pool, runner.block_size, 4096, 256, 16))  # type: ignore[arg-type]
+        super().__init__(runner, Scheduler(runner, 4096, 256, 16))  # type: ignore[arg-type]
         self.busy = threading.RLock()
 
     def __getattribute__(self, name: str) -> Any:
@@ -804,8 +802,8 @@ class Stress:
     """Callers of all kinds at one handle: threads, coroutines, pauses, and Ctrl-C in the main thread.
 
     Args:
-        make: returns a request that ends by itself, and a check of its result.
-        pauses: calls after which the engine is woken and resumed.
+        make: returns a request that ends by itself, and a function that checks its result.
+        pauses: functions that pause the engine or put it to sleep; it is woken and resumed after each.
     """
 
     def __init__(
@@ -890,7 +888,7 @@ class Stress:
                 if not task.cancelled() and (error := task.exception()) is not None:
                     raise error
                 if chance.random() < 0.1:
-                    await asyncio.sleep(0.01)  # so that the others make steps now and then
+                    await asyncio.sleep(0.01)  # so that other callers run steps now and then
 
         await asyncio.gather(*(one(seed) for seed in range(count)))
 
@@ -898,12 +896,12 @@ class Stress:
         chance = random.Random(seed)
         while self.running:
             for act in (chance.choice(self.pauses), self.handle.wake, self.handle.resume):
-                with contextlib.suppress(VerbatimError):  # asleep by the other thread that pauses
+                with contextlib.suppress(VerbatimError):  # the other pausing thread put it to sleep
                     act()
                 time.sleep(chance.random() / 100)
 
     def keep_interrupting(self) -> None:
-        """Call in the main thread, and press Ctrl-C at any moment."""
+        """Make calls in the main thread, interrupted by Ctrl-C at random times."""
         chance, armed, handle = random.Random(9), False, self.handle
         calls = [lambda: self.call(chance)] * 3
         calls += [lambda: handle.pause("drain"), handle.step, handle.stats, handle.dummy_forward]
@@ -944,7 +942,7 @@ class Stress:
                 signal.signal(number, handler)
 
     def run(self, num_threads: int, num_coroutines: int) -> None:
-        """Do all of it, and check that nothing is forgotten."""
+        """Run all callers, and check that no call or request is left over."""
         callers = [in_thread(self.keep_calling, s) for s in range(num_threads)]
         callers += [
             in_thread(lambda: asyncio.run(self.keep_awaiting(num_coroutines // 2)))
@@ -958,27 +956,27 @@ class Stress:
         self.handle.resume()
         for caller in callers:
             caller.result(PATIENCE_S)
-        while self.handle.step():  # what was submitted, and neither aborted nor waited for
+        while self.handle.step():  # submitted requests that were neither aborted nor waited for
             pass
         assert self.has_seen_all, self.counts
         until(lambda: not self.handle.has_work)
         assert not self.handle._calls
 
 
-def test_ctrl_c_as_a_shield_is_lowered_defers_no_later_one() -> None:
+def test_ctrl_c_while_lowering_a_shield_restores_the_handler() -> None:
     before = signal.getsignal(signal.SIGINT)
     shield = Shield()
     with shield.up():
         lowered = shield.down()
-        lowered.__enter__()  # Ctrl-C right behind it: its end is never run
+        lowered.__enter__()  # as if Ctrl-C came right after, so that __exit__ never runs
     del lowered
     gc.collect()
     assert signal.getsignal(signal.SIGINT) is before
 
 
-# Where it hits a callback of the garbage collector (hypothesis has one), nobody can raise it.
+# An interrupt in a callback of the garbage collector (hypothesis has one) can't be raised.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_nobody_is_forgotten_when_all_happens_at_once() -> None:
+def test_concurrent_stress_leaves_no_request_unfinished() -> None:
     def make(chance: random.Random) -> tuple[Request, Callable[[Result], None]]:
         timeout_s = chance.random() / 50 if chance.random() < 0.2 else None
         request = make_request(handle, chance.randrange(1, 20), timeout_s=timeout_s)
@@ -993,7 +991,7 @@ def test_nobody_is_forgotten_when_all_happens_at_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_nothing_of_a_model_is_lost_or_left_when_all_happens_at_once() -> None:
+def test_concurrent_stress_on_a_model_keeps_results_and_leaks_nothing() -> None:
     seconds = float(os.environ.get("VERBATIM_STRESS_S", "10"))
     requests = list(zip(*mixed_requests(12), strict=True))
     with LLM(make_toy("llama"), kv_memory="2MB", block_size=8, max_sequences=48) as llm:
@@ -1013,7 +1011,7 @@ def test_nothing_of_a_model_is_lost_or_left_when_all_happens_at_once() -> None:
         llm.engine.scheduler.pool.check()
 
 
-def test_guests_get_a_turn_between_two_steps() -> None:
+def test_other_calls_get_a_turn_between_steps() -> None:
     handle = make_handle()
     endless = [make_request(handle, None), make_request(handle, None)]
     caller = in_thread(handle.run, [endless[0]])
@@ -1029,15 +1027,15 @@ def test_guests_get_a_turn_between_two_steps() -> None:
 
 
 @pytest.mark.parametrize("driven", [False, True])
-def test_guests_who_come_again_and_again_let_steps_be_made(driven: bool) -> None:
+def test_repeated_calls_do_not_starve_steps(driven: bool) -> None:
     handle = make_handle()
     stop = threading.Event()
 
-    def keep_visiting() -> None:
+    def keep_calling() -> None:
         while not stop.is_set():
             handle.call(lambda: time.sleep(1e-4))
 
-    guests = [in_thread(keep_visiting) for _ in range(3)]
+    callers = [in_thread(keep_calling) for _ in range(3)]
     request = make_request(handle, 100)
     try:
         if driven:
@@ -1046,26 +1044,28 @@ def test_guests_who_come_again_and_again_let_steps_be_made(driven: bool) -> None
             in_thread(handle.run, [request]).result()
     finally:
         stop.set()
-    for guest in guests:
-        guest.result()
+    for caller in callers:
+        caller.result()
     handle.close()
 
 
-def test_a_guest_waits_for_a_stepper_of_its_own_thread_for_a_moment_only() -> None:
+def test_call_from_signal_handler_does_not_deadlock_with_its_thread() -> None:
     handle = make_handle()
-    looked: list[dict[str, Any]] = []
-    handler = signal.signal(signal.SIGALRM, lambda *_: looked.extend(handle.stats() for _ in "ab"))
+    all_stats: list[dict[str, Any]] = []
+    handler = signal.signal(
+        signal.SIGALRM, lambda *_: all_stats.extend(handle.stats() for _ in "ab")
+    )
     handle.pause()
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         handle.run([make_request(handle, timeout_s=0.2)])
     finally:
         signal.signal(signal.SIGALRM, handler)
-    assert [found["paused"] for found in looked] == [True, True]
+    assert [found["paused"] for found in all_stats] == [True, True]
     handle.close()
 
 
-def test_a_signal_handler_that_raises_as_the_engine_is_taken_leaves_it_free() -> None:
+def test_exception_while_acquiring_engine_leaves_it_usable() -> None:
     handle = make_handle()
     owner = handle._owner
 
@@ -1086,7 +1086,7 @@ def test_a_signal_handler_that_raises_as_the_engine_is_taken_leaves_it_free() ->
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
-def test_tensors_of_the_engine_are_on_its_device_whatever_torchs_default_is(name: str) -> None:
+def test_engine_ignores_torch_default_device(name: str) -> None:
     module = make_toy(name)
     with LLM(module) as llm:
         expected = llm.generate([PROMPT], SHORT)[0].outputs[0].token_ids
@@ -1099,10 +1099,10 @@ def test_tensors_of_the_engine_are_on_its_device_whatever_torchs_default_is(name
 # ---- a forked child
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork while there are threads
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # about forking with threads
 @pytest.mark.parametrize("busy", [False, True])
-def test_a_forked_child_is_told_to_be_spawned(busy: bool) -> None:
-    """OpenMP would wait for ever for threads that the child does not have."""
+def test_forked_child_raises_and_names_spawn(busy: bool) -> None:
+    """In the child, OpenMP would wait forever for threads that only the parent has."""
     handle = make_handle()
     asyncio.run(handle.arun([make_request(handle)]))
     endless = make_request(handle, None)
@@ -1133,17 +1133,17 @@ def test_a_forked_child_is_told_to_be_spawned(busy: bool) -> None:
     handle.close()
 
 
-def test_a_signal_handler_that_raises_leaves_no_owner() -> None:
-    """At every line of taking the engine and giving it back, but where none can run: it follows a call."""
+def test_exception_at_any_line_of_acquiring_engine_leaves_no_owner() -> None:
+    """Raise at every line of acquiring and releasing, except where signal handlers can't run."""
     no_call_before = "try:", "return True", "self._owner.release()"
     with LLM(make_toy("llama")) as llm:
         handle = llm.engine
-        ours = {f.__code__ for f in (EngineHandle._try, EngineHandle._take_woken)}
+        ours = {f.__code__ for f in (EngineHandle._try, EngineHandle._pop_woken)}
         lines: list[int] = []
         source = Path(inspect.getsourcefile(EngineHandle) or "").read_text().splitlines()
 
         def raising_at(number: int) -> Any:
-            """Return a trace function that raises at a line, the first time that it is come to."""
+            """Return a trace function that raises at the traced line of that number."""
 
             def trace(frame: Any, event: str, _: Any) -> Any:
                 if frame.f_code not in ours:
@@ -1157,7 +1157,7 @@ def test_a_signal_handler_that_raises_leaves_no_owner() -> None:
 
             return trace
 
-        number, broken_off = 0, 0
+        number, num_raised = 0, 0
         while number <= len(lines):
             number, before = number + 1, sys.gettrace()
             lines.clear()
@@ -1165,8 +1165,8 @@ def test_a_signal_handler_that_raises_leaves_no_owner() -> None:
             try:
                 handle.call(lambda: None)
             except TimeoutError:
-                broken_off += 1
+                num_raised += 1
             finally:
                 sys.settrace(before)
             assert not handle._owner._is_owned(), number
-        assert broken_off > 8
+        assert num_raised > 8

@@ -1,4 +1,4 @@
-"""Prefixes in files: found after a restart with the same bits; whatever is wrong with a file is a miss."""
+"""Prefix cache on disk: hits after a restart are bit-identical; damaged or mismatched files are misses."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import pytest
 from support.programs import started
 from support.toys import make_toy, random_ids
 from verbatim import LLM, InvalidRequest, NotSupported, SamplingParams
-from verbatim import files as files_module
+from verbatim.common import files as files_module
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2, ignore_eos=True)
 PROMPT = random_ids(70, seed=3)
 
 
 def result(llm: LLM, prompt: list[int] = PROMPT) -> tuple[Any, int]:
-    """The completion with its log-probs, and how many tokens of the prompt were cached."""
+    """Return the completion with its log-probs, and the number of cached prompt tokens."""
     (found,) = llm.generate([prompt], GREEDY)
     (made,) = found.outputs
     return (made.token_ids, made.logprobs, made.top_logprobs), found.num_cached_tokens
@@ -34,7 +34,7 @@ def result(llm: LLM, prompt: list[int] = PROMPT) -> tuple[Any, int]:
 
 @pytest.fixture
 def open_(folders: Callable[[str], Path], tmp_path: Path) -> Callable[..., LLM]:
-    """Opens a toy with a folder for its prefixes."""
+    """Open a toy model with a prefix folder."""
 
     def open_toy(name: str = "llama", **options: Any) -> LLM:
         settings: dict[str, Any] = dict(
@@ -61,7 +61,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_cache_survives_a_restart(kind: str, open_: Callable[..., LLM]) -> None:
+def test_every_cache_kind_survives_a_restart(kind: str, open_: Callable[..., LLM]) -> None:
     name, options = KINDS[kind]
     with open_(name, **options) as llm:
         first = [result(llm, PROMPT[:n]) for n in (70, 70, 33)]
@@ -73,7 +73,7 @@ def test_every_kind_of_cache_survives_a_restart(kind: str, open_: Callable[..., 
         assert llm.stats()["prefix_folder"]["hits"] > 0
 
 
-def test_the_next_turn_of_a_conversation_is_found(open_: Callable[..., LLM]) -> None:
+def test_next_conversation_turn_hits_the_saved_prefix(open_: Callable[..., LLM]) -> None:
     params = GREEDY.replace(max_tokens=30)
     with open_("qwen3_5") as llm:
         (found,) = llm.generate([PROMPT], params)
@@ -103,13 +103,13 @@ def spoil(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["truncated", "empty", "longer", "flipped", "zeros", "external"])
-def test_a_damaged_file_is_a_miss_and_is_written_again(
+def test_damaged_file_is_a_miss_and_is_rewritten(
     how: str, open_: Callable[..., LLM], tmp_path: Path
 ) -> None:
     with open_() as llm:
         first, _ = result(llm)
     kept = files(tmp_path)  # the last block first
-    if how == "external":  # a whole file under another name
+    if how == "external":  # an intact file under the name of another
         kept[0].write_bytes(kept[1].read_bytes())
         kept[3].write_bytes(kept[1].read_bytes())
     else:
@@ -123,7 +123,7 @@ def test_a_damaged_file_is_a_miss_and_is_written_again(
         assert again == first and cached == 64
 
 
-def test_other_settings_find_nothing(open_: Callable[..., LLM]) -> None:
+def test_other_settings_or_salt_are_a_miss(open_: Callable[..., LLM]) -> None:
     with open_() as llm:
         result(llm)
     for options in (
@@ -141,10 +141,10 @@ def test_other_settings_find_nothing(open_: Callable[..., LLM]) -> None:
         assert found.num_cached_tokens == 0
 
 
-def test_other_weights_under_the_same_name_find_nothing(
+def test_other_weights_under_the_same_name_are_a_miss(
     open_: Callable[..., LLM], folders: Callable[[str], Path]
 ) -> None:
-    """Not even of the same size and with the old file's time."""
+    """Even if the size and the modification time of the weights file stay the same."""
     from safetensors.torch import load_file, save_file
 
     with open_("qwen2") as llm:
@@ -159,7 +159,7 @@ def test_other_weights_under_the_same_name_find_nothing(
         assert result(llm)[1] == 0
 
 
-def test_other_weights_deeper_in_the_folder_find_nothing(tmp_path: Path) -> None:
+def test_other_weights_in_a_subfolder_are_a_miss(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     folder, settings = tmp_path / "model", dict(block_size=8, prefix_folder=tmp_path / "kept")
@@ -169,7 +169,7 @@ def test_other_weights_deeper_in_the_folder_find_nothing(tmp_path: Path) -> None
     config = json.loads((folder / "config.json").read_text())
     named = {"transformers_weights": "inside/weights.safetensors"}
     (folder / "config.json").write_text(json.dumps(config | named))
-    (folder / "model.safetensors").write_bytes(path.read_bytes())  # another one, which is not read
+    (folder / "model.safetensors").write_bytes(path.read_bytes())  # a decoy, which is not read
     with LLM(folder, **settings) as llm:  # type: ignore[arg-type]
         result(llm)
     tensors = load_file(path)
@@ -179,7 +179,7 @@ def test_other_weights_deeper_in_the_folder_find_nothing(tmp_path: Path) -> None
         assert result(llm)[1] == 0
 
 
-def test_other_defaults_of_sampling_leave_prefixes_valid(
+def test_changed_sampling_defaults_keep_prefixes_valid(
     open_: Callable[..., LLM], folders: Callable[[str], Path]
 ) -> None:
     with open_("phi3") as llm:
@@ -190,7 +190,9 @@ def test_other_defaults_of_sampling_leave_prefixes_valid(
         assert result(llm)[1] > 0
 
 
-def test_updated_weights_neither_read_nor_write(open_: Callable[..., LLM], tmp_path: Path) -> None:
+def test_updated_weights_neither_read_nor_write_prefixes(
+    open_: Callable[..., LLM], tmp_path: Path
+) -> None:
     with open_() as llm:
         first, _ = result(llm)
     kept = {path: path.read_bytes() for path in files(tmp_path)}
@@ -206,14 +208,14 @@ def test_updated_weights_neither_read_nor_write(open_: Callable[..., LLM], tmp_p
         assert result(llm) == (first, 64)
 
 
-def test_the_budget_is_kept_and_beginnings_stay_longest(
+def test_budget_is_kept_and_first_blocks_stay_longest(
     open_: Callable[..., LLM], tmp_path: Path
 ) -> None:
     with open_() as llm:
         result(llm)
     size = files(tmp_path)[0].stat().st_size
     with open_(prefix_folder_bytes=12 * size) as llm:
-        other, _ = result(llm, PROMPT[::-1])  # as many blocks
+        other, _ = result(llm, PROMPT[::-1])  # the same number of blocks
     assert len(files(tmp_path)) <= 12
     with open_(prefix_folder_bytes=12 * size) as llm:
         again, cached = result(llm, PROMPT[::-1])
@@ -221,7 +223,7 @@ def test_the_budget_is_kept_and_beginnings_stay_longest(
         assert 0 < result(llm)[1] < 64
     with open_(prefix_folder_bytes=5 * size) as llm:
         assert len(files(tmp_path)) <= 5
-    (tmp_path / "folder.kv").mkdir()  # not one of ours
+    (tmp_path / "folder.kv").mkdir()  # not a prefix file
     with open_(prefix_folder_bytes=size - 1) as llm:
         (tmp_path / "folder.kv").rmdir()
         assert not files(tmp_path)
@@ -229,7 +231,7 @@ def test_the_budget_is_kept_and_beginnings_stay_longest(
     assert not files(tmp_path)
 
 
-def test_a_full_disk_ends_writing_with_one_warning(
+def test_full_disk_ends_writing_with_one_warning(
     open_: Callable[..., LLM],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -250,6 +252,40 @@ def test_a_full_disk_ends_writing_with_one_warning(
     with open_() as llm:
         assert result(llm)[0] == first
         assert result(llm, PROMPT[::-1])[0] == other
+
+
+def test_any_error_of_reading_the_cache_ends_writing_with_one_warning(
+    open_: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no such tensor")
+
+    with open_() as llm:
+        monkeypatch.setattr(llm.engine.runner, "read_cache", fail)
+        result(llm)
+        result(llm, PROMPT[::-1])
+        llm.sleep()  # which writes the rest first
+        assert "no such tensor" in llm.stats()["prefix_folder"]["off"]
+    assert [record.name for record in caplog.records] == ["verbatim"]
+
+
+def test_failed_restore_of_a_prefix_frees_its_blocks(
+    open_: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_() as llm:
+        expected, _ = result(llm)
+    with open_() as llm:
+        write = llm.engine.runner.write_cache
+
+        def fail(*_: Any) -> bool:
+            raise RuntimeError("no such block")
+
+        monkeypatch.setattr(llm.engine.runner, "write_cache", fail)
+        with pytest.raises(Exception, match="no such block"):
+            result(llm)
+        assert llm.stats()["blocks_used"] == 0
+        monkeypatch.setattr(llm.engine.runner, "write_cache", write)
+        assert result(llm)[0] == expected
 
 
 class FullDisk:
@@ -276,7 +312,7 @@ def test_two_engines_share_a_folder(open_: Callable[..., LLM], tmp_path: Path) -
     assert len(files(tmp_path)) == 18
     with open_() as one, open_() as two:
         assert result(one) == result(two) == (first, 64)
-        for path in files(tmp_path):  # as another process that keeps a smaller budget
+        for path in files(tmp_path):  # like another process with a smaller budget
             path.unlink()
         assert result(two, PROMPT[::-1]) == (other, 0)
 
@@ -291,14 +327,14 @@ def test_two_engines_share_a_folder(open_: Callable[..., LLM], tmp_path: Path) -
         (dict(trust_remote_code=True), NotSupported, "trust_remote_code"),
     ],
 )
-def test_what_can_not_be_done_is_refused(
+def test_invalid_options_are_rejected(
     options: dict[str, Any], error: type[Exception], match: str, open_: Callable[..., LLM]
 ) -> None:
     with pytest.raises(error, match=match):
         open_(**options)
 
 
-def test_a_live_module_and_an_open_folder_are_refused(
+def test_live_module_and_unsafe_folder_are_rejected(
     open_: Callable[..., LLM], tmp_path: Path
 ) -> None:
     with pytest.raises(NotSupported, match="live module"):
@@ -312,7 +348,7 @@ def test_a_live_module_and_an_open_folder_are_refused(
         open_()
 
 
-def test_forsaken_temporary_files_are_deleted(open_: Callable[..., LLM], tmp_path: Path) -> None:
+def test_stale_temporary_files_are_deleted(open_: Callable[..., LLM], tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir(mode=0o700)
     old, new, other = (tmp_path / "kept" / name for name in ("a.part", "b.part", "notes.txt"))
     for path in (old, new, other):
@@ -323,7 +359,9 @@ def test_forsaken_temporary_files_are_deleted(open_: Callable[..., LLM], tmp_pat
         assert not old.exists() and new.exists() and other.exists()
 
 
-def test_names_and_contents_hold_no_ids(open_: Callable[..., LLM], tmp_path: Path) -> None:
+def test_file_names_and_contents_hold_no_token_ids(
+    open_: Callable[..., LLM], tmp_path: Path
+) -> None:
     with open_() as llm:
         result(llm)
     kept = files(tmp_path)
@@ -333,7 +371,7 @@ def test_names_and_contents_hold_no_ids(open_: Callable[..., LLM], tmp_path: Pat
     assert not any(ids in path.read_bytes() for path in kept)
 
 
-def test_a_full_pool_computes_and_reads_nothing_twice(open_: Callable[..., LLM]) -> None:
+def test_full_pool_keeps_results_and_limits_folder_hits(open_: Callable[..., LLM]) -> None:
     with open_() as llm:
         expected = [result(llm, random_ids(70, seed)) for seed in range(4)]
     per_token = 3 * 2 * 2 * 16 * 4
@@ -359,14 +397,14 @@ for seed in range(10_000):
 
 
 @pytest.mark.slow
-def test_processes_that_are_killed_leave_whole_files(
+def test_killed_processes_leave_whole_files(
     open_: Callable[..., LLM], folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     prompts = [[3 + (seed * 31 + i * i) % 100 for i in range(70)] for seed in range(3)]
     with LLM(folders("llama"), prefix_cache=False) as llm:
         expected = [result(llm, prompt)[0] for prompt in prompts]
     command = [sys.executable, "-c", KILLED, str(folders("llama")), str(tmp_path / "kept")]
-    for _ in range(2):  # two at a time
+    for _ in range(2):  # two processes at a time
         program = partial(started, command, stdout=subprocess.PIPE, text=True)
         with program() as one, program() as other:
             for each in (one, other):

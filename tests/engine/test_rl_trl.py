@@ -1,4 +1,4 @@
-"""`rl.rollout_func`, as TRL's `GRPOTrainer` calls it.
+"""`rl.rollout_func` as called by TRL's `GRPOTrainer`.
 
 `benchmarks/clients/trl_grpo.py` runs the trainer itself.
 """
@@ -36,7 +36,7 @@ def trainer() -> Any:
     )  # fmt: skip
 
 
-def test_rollout_by_the_module_in_training(trainer: Any) -> None:
+def test_rollout_func_matches_rollout(trainer: Any) -> None:
     torch.manual_seed(3)
     output = rl.rollout_func(PROMPTS, trainer)
     torch.manual_seed(3)
@@ -47,11 +47,13 @@ def test_rollout_by_the_module_in_training(trainer: Any) -> None:
         "completion_ids": [result.outputs[0].token_ids for result in r.results],
         "logprobs": [result.outputs[0].sampled_logprobs for result in r.results],
     }
-    assert output["completion_ids"][0] != output["completion_ids"][1]  # noise of its own for each
+    assert (
+        output["completion_ids"][0] != output["completion_ids"][1]
+    )  # equal prompts get different noise
 
 
-def test_weights_are_those_of_the_module_at_each_call(trainer: Any) -> None:
-    """At temperature 1 the log-probs are the bits of `score`, also after an update."""
+def test_each_call_uses_the_current_module_weights(trainer: Any) -> None:
+    """At temperature 1 the log-probs are bit-identical to `score`, also after an update."""
     params = SamplingParams(max_tokens=7)
     weight = trainer.model.lm_head.weight
     for scale in (1.0, 1.5, 1 / 1.5):
@@ -63,7 +65,7 @@ def test_weights_are_those_of_the_module_at_each_call(trainer: Any) -> None:
             assert scores[0, len(prompt) :].tolist() == logprobs
 
 
-def test_parameters_are_those_of_the_trainer(trainer: Any) -> None:
+def test_sampling_params_come_from_trainer_args(trainer: Any) -> None:
     params = SamplingParams(temperature=0.8, max_tokens=7, stop_token_ids=[2])
     assert _params(trainer) == params
     trainer.args.generation_kwargs = {"top_k": 3}
@@ -74,7 +76,7 @@ def test_parameters_are_those_of_the_trainer(trainer: Any) -> None:
     trainer.args.generation_kwargs = None
 
 
-def test_conversations_are_rendered(trainer: Any) -> None:
+def test_conversations_use_the_chat_template(trainer: Any) -> None:
     output = rl.rollout_func(TALK, trainer)
     for ids, messages in zip(output["prompt_ids"], TALK, strict=True):
         text = trainer.processing_class.decode(ids)
@@ -84,12 +86,12 @@ def test_conversations_are_rendered(trainer: Any) -> None:
         )
 
 
-def test_samples_from_an_engine_of_the_user_s(trainer: Any) -> None:
+def test_prompts_outside_given_engine_vocabulary_are_rejected(trainer: Any) -> None:
     with LLM(make_toy("llama")) as llm, pytest.raises(InvalidRequest, match="outside 0 to 127"):
-        rl.rollout_func(PROMPTS, trainer, llm=llm)  # of another vocabulary
+        rl.rollout_func(PROMPTS, trainer, llm=llm)  # it has a smaller vocabulary
 
 
-def test_what_can_not_be_done_is_refused(trainer: Any) -> None:
+def test_tools_and_images_are_rejected(trainer: Any) -> None:
     trainer.tools = [print]
     with pytest.raises(NotSupported, match="tools"):
         rl.rollout_func(PROMPTS, trainer)

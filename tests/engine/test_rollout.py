@@ -1,4 +1,4 @@
-"""Rollouts: shapes, masks, log-probs that are the trainer's, noise of each prompt's own."""
+"""Rollouts: shapes, masks, log-probs equal to the trainer's, independent noise for each prompt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def module():
 
 @pytest.fixture(scope="module", params=["left", "right"])
 def found(module, request) -> rl.Rollout:
-    """Some rows end by an end of sequence, some by a stop, some by length."""
+    """Some rows end with an EOS token, some with stop token ids, some by length."""
     params = SamplingParams(
         temperature=1.2,
         max_tokens=9,
@@ -36,7 +36,7 @@ def found(module, request) -> rl.Rollout:
 
 
 class TestTensors:
-    def test_shapes(self, found: rl.Rollout) -> None:
+    def test_tensor_shapes(self, found: rl.Rollout) -> None:
         width = int(found.response_lengths.max())
         assert found.sequences.shape == found.attention_mask.shape == (3, 8, 9 + width)
         for name in ("action_mask", "logprobs", "sampled_logprobs", "weight_versions"):
@@ -46,7 +46,7 @@ class TestTensors:
         assert found.truncated.shape == found.seeds.shape == found.response_lengths.shape == (3, 8)
         assert found.routing is None
 
-    def test_rows_hold_prompt_and_completion_and_nothing_else(self, found: rl.Rollout) -> None:
+    def test_rows_hold_only_prompt_and_completion(self, found: rl.Rollout) -> None:
         for b, result in enumerate(found.results):
             for g, completion in enumerate(result.outputs):
                 seen = found.attention_mask[b, g].bool()
@@ -58,7 +58,7 @@ class TestTensors:
                 for name in ("logprobs", "sampled_logprobs"):
                     assert (getattr(found, name)[b, g][~acted] == 0).all()
 
-    def test_masks_end_where_the_row_ended(self, found: rl.Rollout) -> None:
+    def test_action_mask_ends_with_the_completion(self, found: rl.Rollout) -> None:
         reasons = set()
         for b, result in enumerate(found.results):
             for g, completion in enumerate(result.outputs):
@@ -78,7 +78,7 @@ class TestTensors:
                 reasons.add(type(reason) if isinstance(reason, tuple) else reason)
         assert reasons == {2, 59, tuple, None}
 
-    def test_the_exact_path_has_the_same_bits_and_the_gradient(
+    def test_logprobs_with_scores_have_rollout_bits_and_gradient(
         self, found: rl.Rollout, module
     ) -> None:
         gradients = []
@@ -94,7 +94,7 @@ class TestTensors:
         assert torch.allclose(*gradients, atol=1e-3, rtol=1e-4)
         assert gradients[0].abs().max() > 1
 
-    def test_scores_keep_their_bits_and_get_the_gradient_even_of_an_infinite_log_prob(self) -> None:
+    def test_infinite_scores_keep_their_bits_and_gradient(self) -> None:
         class Table(torch.nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -109,7 +109,9 @@ class TestTensors:
         found[0, 1].backward()
         assert module.logits.grad is not None and module.logits.grad.tolist() == [-1.0, 1.0]
 
-    def test_ordinary_tensors_that_a_loss_may_use(self, found: rl.Rollout, module) -> None:
+    def test_tensors_from_inference_mode_can_be_used_in_a_loss(
+        self, found: rl.Rollout, module
+    ) -> None:
         with torch.inference_mode():
             inside = rl.rollout(module, PROMPTS, PARAMS, group_size=2)
         for name in inside.__dataclass_fields__:
@@ -124,7 +126,7 @@ class TestTensors:
         module.zero_grad()
 
 
-def test_a_row_of_the_end_of_sequence_alone() -> None:
+def test_eos_alone_is_an_action_and_not_padding() -> None:
     module = make("llama")
     with torch.no_grad():
         module.lm_head.weight[2] = module.lm_head.weight.mean(0)
@@ -134,18 +136,18 @@ def test_a_row_of_the_end_of_sequence_alone() -> None:
     assert found.responses.tolist() == [[[2]] * 2] * 3
     assert found.action_mask.all()
     assert not found.truncated.any()
-    assert found.sequences[..., -1].eq(2).all()  # the end is an action, and no padding
+    assert found.sequences[..., -1].eq(2).all()  # the EOS token is an action, not padding
 
 
 class TestNoise:
-    def test_a_rollout_is_repeated_by_its_seed(self) -> None:
+    def test_rollout_is_reproduced_by_its_seed(self) -> None:
         module = make("qwen3")
         a, b, c = (rl.rollout(module, PROMPTS, PARAMS, group_size=4, seed=s) for s in (7, 7, 8))
         assert torch.equal(a.sequences, b.sequences) and torch.equal(a.logprobs, b.logprobs)
         assert not torch.equal(a.seeds, c.seeds)
         assert a.responses.tolist() != c.responses.tolist()
 
-    def test_without_a_seed_torch_decides_and_each_rollout_is_fresh(self) -> None:
+    def test_without_seed_torch_rng_seeds_each_rollout(self) -> None:
         module = make("llama")
         torch.manual_seed(5)
         first = [rl.rollout(module, PROMPTS, PARAMS).seeds for _ in range(2)]
@@ -154,11 +156,11 @@ class TestNoise:
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
         assert not torch.equal(first[0], first[1])
 
-    def test_equal_prompts_and_their_samples_are_no_clones(self) -> None:
+    def test_equal_prompts_and_their_samples_differ(self) -> None:
         found = rl.rollout(make("llama"), [PROMPTS[0]] * 6, PARAMS, group_size=6, seed=1)
         assert len({tuple(row) for row in found.responses.flatten(0, 1).tolist()}) > 30
 
-    def test_a_group_comes_again_by_its_seed(self) -> None:
+    def test_group_is_reproduced_by_its_seed(self) -> None:
         with LLM(make("llama")) as llm:
             found = rl.rollout(llm, PROMPTS, PARAMS, group_size=3)
             seed = int(found.seeds[1, 0])
@@ -168,21 +170,21 @@ class TestNoise:
                 c.token_ids for c in found.results[1].outputs
             ]
 
-    def test_seeds_of_neighbours_have_nothing_in_common(self) -> None:
+    def test_mixed_seeds_are_unique_and_well_distributed(self) -> None:
         from verbatim.rl.rollout import _mix_seed
 
         seeds = {_mix_seed(s, r, b) for s in range(20) for r in range(8) for b in range(20)}
         assert len(seeds) == 20 * 8 * 20
         assert all(0 <= seed < 2**53 for seed in seeds)
-        # Each bit of the seed turns about half of the bits.
-        turned = [
+        # Each bit of the seed flips about half of the 53 bits.
+        flipped = [
             (_mix_seed(9, 0, 0) ^ _mix_seed(9 ^ (1 << k), 0, 0)).bit_count() for k in range(64)
         ]
-        assert 22 < sum(turned) / 64 < 31
+        assert 22 < sum(flipped) / 64 < 31
 
 
 class TestExperts:
-    def test_the_routing_comes_along_and_scoring_follows_it(self) -> None:
+    def test_routing_is_recorded_and_replayed_by_score(self) -> None:
         module = make("qwen3_moe")
         found = rl.rollout(module, PROMPTS, PARAMS, group_size=3, seed=1, padding_side="left")
         assert found.routing is not None
@@ -194,29 +196,29 @@ class TestExperts:
                 at = found.attention_mask[b, g].nonzero()[:, 0]
                 assert known[b, g].nonzero()[:, 0].tolist() == at[:-1].tolist()
         free = rl.score(module, found.sequences, found.attention_mask)
-        told = rl.score(module, found.sequences, found.attention_mask, routing=found.routing)
-        assert torch.equal(free, told)
+        replayed = rl.score(module, found.sequences, found.attention_mask, routing=found.routing)
+        assert torch.equal(free, replayed)
         other = found.routing.clone()
         other[found.routing >= 0] = (other[found.routing >= 0] + 1) % 6
         forced = rl.score(module, found.sequences, found.attention_mask, routing=other)
-        assert not torch.equal(forced, told)
+        assert not torch.equal(forced, replayed)
 
-    def test_it_can_be_left_out_and_refused(self) -> None:
+    def test_record_routing_can_be_disabled_or_rejected(self) -> None:
         moe = rl.rollout(make("mixtral"), PROMPTS, PARAMS, record_routing=False)
         assert moe.routing is None
-        asked = SamplingParams(max_tokens=3, record_routing=True)
-        assert rl.rollout(make("mixtral"), PROMPTS, asked, record_routing=False).routing is None
+        recording = SamplingParams(max_tokens=3, record_routing=True)
+        assert rl.rollout(make("mixtral"), PROMPTS, recording, record_routing=False).routing is None
         with pytest.raises(NotSupported, match="record_routing"):
             rl.rollout(make("llama"), PROMPTS, PARAMS, record_routing=True)
         with pytest.raises(NotSupported, match="record_routing"):
-            rl.rollout(make("llama"), PROMPTS, asked)
+            rl.rollout(make("llama"), PROMPTS, recording)
         found = rl.rollout(make("mixtral"), PROMPTS, PARAMS)
         with pytest.raises(InvalidRequest, match="routing has shape"):
             rl.score(make("mixtral"), found.sequences, routing=found.routing[0])
 
 
 class TestParts:
-    def test_some_groups_are_a_rollout_of_their_own(self) -> None:
+    def test_indexing_selects_groups_as_a_rollout(self) -> None:
         module = make("qwen3_moe")
         found = rl.rollout(module, PROMPTS, PARAMS, group_size=2, seed=1)
         for groups in (slice(1, 3), [1, 2], torch.tensor([False, True, True])):
@@ -234,7 +236,7 @@ class TestParts:
 
 
 class TestPrompts:
-    def test_a_padded_tensor_is_taken_with_its_mask(self) -> None:
+    def test_padded_tensor_is_accepted_with_its_mask(self) -> None:
         module = make("llama")
         ids = torch.full((3, 9), 77)
         mask = torch.zeros(3, 9, dtype=torch.int64)
@@ -245,10 +247,10 @@ class TestPrompts:
         b = rl.rollout(module, PROMPTS, PARAMS, group_size=2, seed=3)
         assert torch.equal(a.sequences, b.sequences)
 
-    def test_a_single_prompt_is_a_batch_of_one(self) -> None:
+    def test_single_prompt_is_a_batch_of_one(self) -> None:
         assert rl.rollout(make("llama"), PROMPTS[0], PARAMS).sequences.shape[:2] == (1, 1)
 
-    def test_no_new_token_at_all(self) -> None:
+    def test_rollout_without_new_tokens(self) -> None:
         module = make("llama")
         found = rl.rollout(module, PROMPTS, SamplingParams(max_tokens=0), group_size=2)
         assert found.sequences.shape == (3, 2, 9)
@@ -261,7 +263,7 @@ class TestPrompts:
             0,
         )
 
-    def test_the_padding_may_be_any_number(self) -> None:
+    def test_pad_token_id_may_be_any_number(self) -> None:
         module = make("llama")
         for pad in (-100, 10**9, 2):
             found = rl.rollout(module, PROMPTS, PARAMS, pad_token_id=pad, seed=1)
@@ -293,7 +295,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_what_cannot_be_is_refused_before_any_forward(message: str) -> None:
+def test_invalid_arguments_are_rejected_before_any_forward(message: str) -> None:
     module, forwards = make("llama"), []
     module.register_forward_hook(lambda *_: forwards.append(1))
     given = {"prompts": PROMPTS, "params": PARAMS, **BAD[message]}
@@ -303,7 +305,7 @@ def test_what_cannot_be_is_refused_before_any_forward(message: str) -> None:
 
 
 class TestScoring:
-    def test_rows_of_nothing_but_padding_are_zero(self) -> None:
+    def test_rows_of_only_padding_score_zero(self) -> None:
         module = make("llama")
         ids = torch.randint(3, VOCAB, (2, 3, 6))
         mask = torch.ones_like(ids)
@@ -316,7 +318,7 @@ class TestScoring:
         assert (rl.logprobs(module, ids, nothing) == 0).all()
 
     @pytest.mark.parametrize("name", ["gpt2", "bloom", "gemma2", "opt", "qwen3_moe", "mistral"])
-    def test_gradients_and_bits_on_any_architecture_left_padded(self, name: str) -> None:
+    def test_left_padded_scores_match_rollout_on_any_architecture(self, name: str) -> None:
         module = make(name)
         found = rl.rollout(module, PROMPTS, PARAMS, group_size=2, seed=2)
         scores = rl.score(module, found.sequences, found.attention_mask)
@@ -326,7 +328,7 @@ class TestScoring:
         assert (live - scores).abs().max() < 1e-5
 
     @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (0, 3, 0), (0, 2, 5), (3, 1), (1, 1)])
-    def test_nothing_to_learn_from_still_runs_and_has_a_gradient(self, shape) -> None:
+    def test_rows_without_scored_tokens_have_a_zero_gradient(self, shape) -> None:
         module = make("llama")
         ids = torch.full(shape, 5)
         assert rl.score(module, ids, torch.ones_like(ids)).tolist() == torch.zeros(shape).tolist()
@@ -337,7 +339,7 @@ class TestScoring:
         assert (module.lm_head.weight.grad == 0).all()
 
     @pytest.mark.parametrize("kv_dtype", ["int8", "bfloat16"])
-    def test_the_scores_of_a_special_engine_make_the_ratio_one(self, kv_dtype: str) -> None:
+    def test_scores_of_low_precision_kv_engine_make_ratio_one(self, kv_dtype: str) -> None:
         module = make("llama")
         with LLM(module, kv_dtype=kv_dtype) as llm:
             found = rl.rollout(llm, PROMPTS, PARAMS, group_size=2)
@@ -347,7 +349,7 @@ class TestScoring:
             own = found.of_responses(rl.logprobs(module, *rows))
             assert not torch.equal(own, found.logprobs)
 
-    def test_a_module_with_kv_caches_is_scored_and_trained(self) -> None:
+    def test_module_with_kv_caches_is_scored_and_trained(self) -> None:
         from support.kempner_toys import kempner_toy
 
         module = kempner_toy(vocab_size=VOCAB)
@@ -358,7 +360,7 @@ class TestScoring:
         assert (found.of_responses(live) - found.logprobs).abs().max() < 1e-5
         live.sum().backward()
 
-    def test_the_temperature_divides_the_logits(self) -> None:
+    def test_temperature_divides_the_logits(self) -> None:
         module = make("llama")
         ids = torch.tensor([PROMPTS[1]])
         with torch.no_grad():
@@ -378,7 +380,7 @@ class TestScoring:
             dict(sequences=torch.ones(1, 3).long(), attention_mask=torch.tensor([[1, 2, 1]])),
         ],
     )
-    def test_what_cannot_be_scored_is_refused(self, arguments) -> None:
+    def test_invalid_scoring_arguments_are_rejected(self, arguments) -> None:
         module = make("llama")
         for function in (rl.score, rl.logprobs):
             with pytest.raises(InvalidRequest):
@@ -402,7 +404,7 @@ class TestScoring:
             rl.score(module, torch.full((1, 3), VOCAB))
 
 
-def test_the_example_of_the_page_runs() -> None:
+def test_example_of_rl_docs_runs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "rl.md").read_text()
     first, update = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
     module = make("llama")
@@ -416,11 +418,11 @@ def test_the_example_of_the_page_runs() -> None:
 
 
 class TestSupport:
-    """The support of each draw makes truncated sampling's ratios exact."""
+    """With the support of each draw, ratios are exact under truncated sampling."""
 
     PARAMS = SamplingParams(temperature=0.8, top_k=20, top_p=0.7, max_tokens=9, support=True)
 
-    def test_probabilities_within_the_support_are_those_drawn_from(self, module) -> None:
+    def test_probabilities_within_support_match_sampled_logprobs(self, module) -> None:
         r = rl.rollout(module, PROMPTS, self.PARAMS, group_size=3, seed=4)
         assert r.log_masses is not None and (r.log_masses[r.action_mask] < 0).all()
         at_temperature = rl.logprobs(module, r.sequences, r.attention_mask, temperature=0.8)
@@ -441,7 +443,7 @@ class TestSupport:
                     kept = row[support].log_softmax(0)
                     assert kept[support.index(token_id)].item() == pytest.approx(logprob, abs=1e-4)
 
-    def test_support_changes_no_token_and_no_bit(self, module) -> None:
+    def test_support_changes_no_token_and_no_logprob(self, module) -> None:
         r = rl.rollout(module, PROMPTS, self.PARAMS, group_size=3, seed=4)
         plain = rl.rollout(
             module, PROMPTS, self.PARAMS.replace(support=False), group_size=3, seed=4
@@ -450,8 +452,8 @@ class TestSupport:
         assert torch.equal(r.sequences, plain.sequences)
         assert torch.equal(r.sampled_logprobs, plain.sampled_logprobs)
 
-    def test_in_any_schedule(self, module) -> None:
-        """Alone, in chunks, streamed, and of the first tokens of a group."""
+    def test_support_is_the_same_in_any_schedule(self, module) -> None:
+        """Alone, in chunks, streamed, and in a batch."""
         params = self.PARAMS.replace(n=2, seed=5)
         with LLM(module) as llm:
             whole = llm.generate(PROMPTS, params)
@@ -463,7 +465,7 @@ class TestSupport:
             assert a.supports == b.supports == [s for p in own for s in p.supports or ()]
             assert a.log_masses == b.log_masses == [m for p in own for m in p.log_masses or ()]
 
-    def test_without_a_filter_all_ids_are_left(self, module) -> None:
+    def test_support_is_none_without_a_filter(self, module) -> None:
         with LLM(module) as llm:
             output = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3, support=True))[
                 0

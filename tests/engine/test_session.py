@@ -1,4 +1,4 @@
-"""Sessions say what one prompt of all their ids would be told, whatever happens to their K and V."""
+"""Sessions give the same results as one prompt of all their ids, whatever happens to their KV cache."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ from verbatim import (
     SessionBusy,
     TensorParallel,
 )
-from verbatim.opening import open_engine
-from verbatim.session_file import _digest
+from verbatim.api.opening import open_engine
+from verbatim.api.session_file import _digest
 
-PLAIN_OPEN = open_engine  # before a fixture poisons what is taken between two forwards
+PLAIN_OPEN = open_engine  # before a fixture replaces it by one that poisons KV blocks
 VOCAB = 340
 PROMPT = [5, 6, 7, 8, 9, 60, 61]
 P8 = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -67,7 +67,7 @@ def open_llm(toy: str = "llama", tokenizer: Any = None, **options: Any) -> LLM:
 
 
 def counted(llm: LLM) -> list[int]:
-    """The rows of each forward from now on."""
+    """Collect the number of rows of each forward from now on."""
     rows, forward = list[int](), llm.engine.runner.forward
 
     def count(batch: Any) -> Any:
@@ -79,11 +79,11 @@ def counted(llm: LLM) -> list[int]:
 
 
 def alone(llm: LLM, ids: list[int], params: SamplingParams, seed: int = 7) -> Any:
-    """What of one prompt's result must be the same in a session."""
-    return said(llm.generate([ids], params.replace(seed=seed))[0])
+    """Generate from one prompt; return what a session must reproduce."""
+    return output_facts(llm.generate([ids], params.replace(seed=seed))[0])
 
 
-def said(result: Any) -> Any:
+def output_facts(result: Any) -> Any:
     (c,) = result.outputs
     return c.token_ids, c.logprobs, c.sampled_logprobs, c.top_logprobs, c.finish_reason, c.text
 
@@ -100,7 +100,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("toy", ["llama", "mistral"])
-def test_one_call_equals_three_that_go_on(toy: str) -> None:
+def test_one_call_equals_three_continued_calls(toy: str) -> None:
     with open_llm(toy) as llm:
         for kind, fields in KINDS.items():
             params = P8.replace(**fields)
@@ -120,7 +120,7 @@ def test_one_call_equals_three_that_go_on(toy: str) -> None:
                 llm.engine.scheduler.pool.check()
 
 
-def test_min_tokens_and_stops_count_over_the_whole_completion() -> None:
+def test_min_tokens_and_stops_span_continued_calls() -> None:
     with open_llm() as llm:
         free = llm.generate([PROMPT], P8.replace(seed=7, temperature=0.0))[0].outputs[0]
         stop_id, pair = free.token_ids[1], tuple(free.token_ids[2:4])
@@ -131,7 +131,7 @@ def test_min_tokens_and_stops_count_over_the_whole_completion() -> None:
             rest = session.generate(None, at_least.replace(max_tokens=7, min_tokens=4))
             assert first.outputs[0].token_ids + rest.outputs[0].token_ids == want[0]
             assert len(want[0]) >= 4 and stop_id not in want[0][:3]
-        with llm.session(64, seed=7) as session:  # a sequence of ids, one on either side
+        with llm.session(64, seed=7) as session:  # a stop sequence of two ids, one in each call
             params = P8.replace(temperature=0.0, stop_token_ids=[pair])
             session.generate(PROMPT, params.replace(max_tokens=3))
             result = session.generate(None, params.replace(max_tokens=5)).outputs[0]
@@ -139,7 +139,7 @@ def test_min_tokens_and_stops_count_over_the_whole_completion() -> None:
             assert result.token_ids == [pair[1]]
 
 
-def test_a_stop_string_that_straddles_two_calls_stops_and_is_not_taken_back() -> None:
+def test_stop_string_across_two_calls_stops_without_retracting_text() -> None:
     with open_llm() as llm:
         letters = SamplingParams(max_tokens=6, regex="abcdefgh")
         whole = alone(llm, PROMPT, letters.replace(stop=["cd"]))
@@ -148,14 +148,14 @@ def test_a_stop_string_that_straddles_two_calls_stops_and_is_not_taken_back() ->
             result = session.generate(None, letters.replace(stop=["cd"])).outputs[0]
             assert result.stop_reason == "cd" and session.token_ids[7:] == whole[0]
             assert session.text == whole[5] == "ab" and result.text == ""
-            # Behind a stop it goes on, and its text begins with what the stop had cut.
+            # Generation continues after a stop; its text begins with the part that the stop cut off.
             went_on = session.generate(None, letters.replace(max_tokens=2))
             assert went_on.outputs[0].text == "cdef" and session.text == "abcdef"
 
 
-def test_text_of_deltas_and_calls_joins_where_a_character_was_cut_in_two() -> None:
+def test_text_joins_where_a_character_is_split_between_calls() -> None:
     with open_llm() as llm:
-        params = SamplingParams(max_tokens=3, choice=["aжb"])  # two tokens, for the bytes of one
+        params = SamplingParams(max_tokens=3, choice=["aжb"])  # ж takes two tokens, one per byte
         pieces = []
         with llm.session(64, seed=7) as session:
             result = session.generate(PROMPT, params.replace(max_tokens=2)).outputs[0]
@@ -170,7 +170,7 @@ def test_text_of_deltas_and_calls_joins_where_a_character_was_cut_in_two() -> No
             assert session.text == "aжb" and "".join(pieces).endswith("жb")
 
 
-def test_turns_equal_one_prompt_of_all_ids_and_compute_only_what_is_new() -> None:
+def test_turns_equal_one_long_prompt_and_compute_only_new_tokens() -> None:
     for options in ({}, {"prefix_cache": False}, {"kv_dtype": "int8"}):
         with open_llm(**options) as llm:
             rows = counted(llm)
@@ -184,7 +184,7 @@ def test_turns_equal_one_prompt_of_all_ids_and_compute_only_what_is_new() -> Non
                     assert result.num_cached_tokens == max(0, known - 1)
                     assert llm.stats()["blocks_used"] == -(-(session.position - 1) // 16)
                     if inputs is not None:
-                        assert said(result) == alone(llm, result.prompt_token_ids, P8)
+                        assert output_facts(result) == alone(llm, result.prompt_token_ids, P8)
                     assert session.token_ids[:7] == PROMPT
                 reported = P8.replace(prompt_logprobs=2, hidden_states=True)
                 result = session.generate([80], reported)
@@ -197,8 +197,8 @@ def test_turns_equal_one_prompt_of_all_ids_and_compute_only_what_is_new() -> Non
             assert llm.stats()["blocks_used"] == llm.stats()["sessions"] == 0
 
 
-def test_rolled_back_into_a_completion_none_goes_on_with_it() -> None:
-    """Its penalties count on. `SessionMachine` rolls back to any position."""
+def test_rollback_into_a_completion_continues_its_penalties() -> None:
+    """`SessionMachine` rolls back to arbitrary positions."""
     with open_llm() as llm, llm.session(100, seed=7) as session:
         penalized = P8.replace(frequency_penalty=1.5)
         whole = alone(llm, PROMPT, penalized)
@@ -212,27 +212,29 @@ def test_rolled_back_into_a_completion_none_goes_on_with_it() -> None:
                 session.position = value  # type: ignore[assignment]
 
 
-def test_what_others_cached_is_not_written_to_after_a_rollback() -> None:
+def test_shared_prefix_blocks_are_not_overwritten_after_rollback() -> None:
     with open_llm(live=False) as llm, llm.session(100, seed=7) as session:
-        ids = list(range(20, 52))  # two full blocks, which others find
+        ids = list(range(20, 52))  # two full blocks, shared by the prefix cache
         session.generate(ids, P8)
         session.position = 20
         session.generate([5, 6], P8)
         rows = counted(llm)
         assert alone(llm, [*ids, 9], P8) == alone(llm, [*ids, 9], P8.replace(cache_salt="other"))
-        assert rows[0] == 17  # the first block is still found
+        assert rows[0] == 17  # the first block is still cached
 
 
-def test_kv_of_a_live_module_from_before_an_idle_time_is_for_its_session_alone() -> None:
+def test_kv_of_idle_live_module_session_is_not_shared() -> None:
     with open_llm() as llm, llm.session(100, seed=7) as session:
         session.generate(list(range(20, 60)), P8)
         for _ in range(2):
-            session.generate([50] * 9, P8)  # other weights could stand there, which nobody can see
+            session.generate(
+                [50] * 9, P8
+            )  # the weights could have changed unnoticed before this turn
         held = session._cache
         assert len(held.blocks) > 4 and not set(held.blocks) & set(llm.engine.scheduler.pool._keys)
 
 
-def test_strings_get_the_tokenizers_bos_only_at_the_beginning() -> None:
+def test_strings_get_bos_only_at_the_beginning() -> None:
     tokenizer = copy.deepcopy(toy_tokenizers.byte_level().hf)
     bos = tokenizer.bos_token_id
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -255,11 +257,11 @@ def test_strings_get_the_tokenizers_bos_only_at_the_beginning() -> None:
             session.generate(None, P8)
 
 
-def test_what_is_too_long_or_wrong_is_refused_and_leaves_the_session_usable() -> None:
+def test_rejected_calls_leave_the_session_usable() -> None:
     with open_llm() as llm, llm.session(20, seed=7) as session:
         session.generate(PROMPT, P8)
         rows = counted(llm)
-        for inputs, params, error, words in (
+        for inputs, params, error, message in (
             ([5], P8, PromptTooLong, "make 24; the limit for both together is 20"),
             ([5] * 6, P8.replace(max_tokens=None), PromptTooLong, "max_length"),
             ([VOCAB], P8, InvalidRequest, "outside 0 to"),
@@ -269,9 +271,9 @@ def test_what_is_too_long_or_wrong_is_refused_and_leaves_the_session_usable() ->
             (None, P8.replace(max_tokens=2, regex="[a]+"), InvalidRequest, "does not fit"),
             ([5], {"max_tokens": 2}, InvalidRequest, "must be a SamplingParams"),
         ):
-            with pytest.raises(error, match=words):
+            with pytest.raises(error, match=message):
                 session.generate(inputs, params)  # type: ignore[arg-type]
-            with pytest.raises(error, match=words):
+            with pytest.raises(error, match=message):
                 session.stream(inputs, params)  # type: ignore[arg-type]
         assert not rows and session.position == 15
         result = session.generate([5], P8.replace(max_tokens=None, seed=7))
@@ -286,17 +288,17 @@ def test_what_is_too_long_or_wrong_is_refused_and_leaves_the_session_usable() ->
 
 
 @pytest.mark.parametrize("toy", ["llama", "mistral"])
-def test_idle_kv_goes_before_anybody_is_preempted_and_the_words_stay(toy: str) -> None:
+def test_idle_kv_is_dropped_before_requests_are_preempted(toy: str) -> None:
     prompts, params = mixed_requests()
     with open_llm(toy, kv_memory="1MB") as roomy:
         want = [facts(r) for r in roomy.generate(prompts, params)]
         turns = [(PROMPT * 9, P8), ([50], P8), (None, P8.replace(frequency_penalty=0.5))]
         with roomy.session(100, seed=7) as session:
-            spoken = [said(session.generate(*turn)) for turn in turns]
+            expected_turns = [output_facts(session.generate(*turn)) for turn in turns]
     options = dict(kv_memory="150KB", max_length=120, max_batch_tokens=13, live=False)
     with open_llm(toy, **options) as llm, llm.session(100, seed=7) as session:
-        for turn, expected in zip(turns, spoken, strict=True):
-            assert said(session.generate(*turn)) == expected
+        for turn, expected in zip(turns, expected_turns, strict=True):
+            assert output_facts(session.generate(*turn)) == expected
             held, before = len(session._cache.blocks), llm.stats()["preemptions"]
             assert held == -(-(session.position - 1) // 16)
             llm.generate([[9] * 100], P8)
@@ -307,22 +309,22 @@ def test_idle_kv_goes_before_anybody_is_preempted_and_the_words_stay(toy: str) -
             llm.engine.scheduler.pool.check()
 
 
-def test_turns_among_other_requests_in_a_tiny_pool() -> None:
+def test_turns_beside_requests_in_a_tiny_pool_keep_their_tokens() -> None:
     prompts, params = mixed_requests()
     turns = [(PROMPT * 4, P8), ([50], P8), (None, P8)]
     with open_llm(kv_memory="1MB") as roomy:
         want = [facts(r) for r in roomy.generate(prompts, params)]
         with roomy.session(64, seed=7) as session:
-            spoken = [said(session.generate(*turn)) for turn in turns]
+            expected_turns = [output_facts(session.generate(*turn)) for turn in turns]
     with open_llm(kv_memory="120KB", max_length=110, max_batch_tokens=9, live=False) as llm:
 
         def talk() -> list[Any]:
             with llm.session(64, seed=7) as session:
-                return [said(session.generate(*turn)) for turn in turns]
+                return [output_facts(session.generate(*turn)) for turn in turns]
 
         talkers = [in_thread(talk) for _ in range(2)]
         results = llm.generate(prompts, params)
-        assert [talker.result() for talker in talkers] == [spoken] * 2
+        assert [talker.result() for talker in talkers] == [expected_turns] * 2
         assert [facts(r) for r in results] == want
         assert llm.stats()["preemptions"] > 0
         assert llm.stats()["blocks_used"] == llm.stats()["blocks_reserved"] == 0
@@ -332,7 +334,7 @@ def test_eviction_sleep_and_new_weights_drop_idle_kv() -> None:
     with open_llm() as llm, llm.session(100, seed=7) as session:
         session.generate(PROMPT, P8)
         for drop in (
-            llm.engine.evict_all,
+            lambda: llm.engine.call(llm.engine.scheduler.evict_all),
             lambda: (llm.sleep(), llm.wake()),
             lambda: llm.weights_changed(),
         ):
@@ -340,16 +342,16 @@ def test_eviction_sleep_and_new_weights_drop_idle_kv() -> None:
             drop()
             assert not session._cache.blocks and llm.stats()["blocks_used"] == 0
             result = session.generate([50], P8)
-            assert said(result) == alone(llm, result.prompt_token_ids, P8)
+            assert output_facts(result) == alone(llm, result.prompt_token_ids, P8)
         weight = llm.engine.runner.module.model.layers[0].mlp.down_proj.weight
         with torch.no_grad():
-            weight.mul_(1.5)  # as an optimizer's step, which nobody tells of
+            weight.mul_(1.5)  # like an optimizer step, of which the engine is not notified
         result = session.generate([50], P8)
         assert result.num_cached_tokens == 0 or result.weight_version == 2
-        assert said(result) == alone(llm, result.prompt_token_ids, P8)
+        assert output_facts(result) == alone(llm, result.prompt_token_ids, P8)
 
 
-def test_sessions_together_never_reserve_more_than_there_is() -> None:
+def test_sessions_never_reserve_more_blocks_than_exist() -> None:
     with open_llm(kv_memory="200KB") as llm:
         total = llm.engine.scheduler.pool.num_blocks - 1
         first = llm.session(16 * (total - 4))
@@ -359,11 +361,11 @@ def test_sessions_together_never_reserve_more_than_there_is() -> None:
                 llm.session(16, wait_s=0.05)
             second.generate(PROMPT, P8)
         threading.Timer(0.1, first.close).start()
-        with llm.session(64 + 16, wait_s=PATIENCE_S) as third:  # until the first has gone
+        with llm.session(64 + 16, wait_s=PATIENCE_S) as third:  # waits until the first is closed
             assert first.closed and third.generate(PROMPT, P8)
 
 
-def test_an_idle_session_gives_its_room_to_others_and_takes_it_again() -> None:
+def test_idle_session_releases_its_blocks_and_reserves_them_again() -> None:
     with open_llm(kv_memory="200KB") as llm:
         total = llm.engine.scheduler.pool.num_blocks - 1
         rest = llm.session(16 * (total - 4), seed=1)
@@ -378,11 +380,11 @@ def test_an_idle_session_gives_its_room_to_others_and_takes_it_again() -> None:
             other.generate(PROMPT, P8)
         result = idle.generate([50], P8)
         assert result.prompt_token_ids == [*PROMPT, *first.outputs[0].token_ids, 50]
-        assert said(result) == alone(llm, result.prompt_token_ids, P8)
+        assert output_facts(result) == alone(llm, result.prompt_token_ids, P8)
         rest.close()
 
 
-def test_whoever_waits_for_room_can_be_closed_and_cancelled() -> None:
+def test_call_waiting_for_blocks_can_be_cancelled_or_closed() -> None:
     async def wait(llm: LLM, total: int) -> None:
         waiting = llm.session(32, wait_s=None, idle_timeout_s=0.0)
         for end in ("cancel", "close"):
@@ -400,7 +402,7 @@ def test_whoever_waits_for_room_can_be_closed_and_cancelled() -> None:
         asyncio.run(wait(llm, total))
 
 
-def test_one_call_at_a_time_and_a_stream_that_is_left_changes_nothing() -> None:
+def test_concurrent_call_is_rejected_and_abandoned_stream_is_undone() -> None:
     with open_llm() as llm, llm.session(64, seed=7) as session:
         session.generate(PROMPT, P8)
         before = session.token_ids
@@ -425,7 +427,7 @@ def test_one_call_at_a_time_and_a_stream_that_is_left_changes_nothing() -> None:
         assert session.token_ids == [*before, 50, *want[0]]
 
 
-def test_a_turn_that_breaks_leaves_the_session_as_it_was() -> None:
+def test_failed_turn_leaves_the_session_unchanged() -> None:
     calls = 0
 
     def fails(ids: Any, logits: Any) -> Any:
@@ -443,12 +445,12 @@ def test_a_turn_that_breaks_leaves_the_session_as_it_was() -> None:
                 session.generate([50], P8.replace(logits_processors=[fails]))
             assert session.token_ids == before and session.text == text
         result = session.generate([51], P8)
-        assert said(result) == alone(llm, [*before, 51], P8)
+        assert output_facts(result) == alone(llm, [*before, 51], P8)
         llm.engine.scheduler.pool.check()
         assert llm.stats()["running"] == 0
 
 
-def test_closed_and_forgotten_sessions_give_everything_back() -> None:
+def test_closed_and_collected_sessions_release_their_blocks() -> None:
     llm = open_llm()
     session = llm.session(64)
     session.generate(PROMPT, P8)
@@ -468,7 +470,7 @@ def test_closed_and_forgotten_sessions_give_everything_back() -> None:
     last = llm.session(64)
     stream = last.stream(PROMPT, P8)
     next(stream)
-    last.close()  # in the middle of a turn, which ends
+    last.close()  # in the middle of a turn, which is aborted
     assert list(stream)[-1].finish_reason is FinishReason.ABORT
     assert last.position == 0 and llm.stats()["blocks_used"] == 0
     open_one = llm.session(64)
@@ -481,16 +483,16 @@ def test_closed_and_forgotten_sessions_give_everything_back() -> None:
 
 
 @pytest.mark.parametrize("draft", ["ngram", "early-exit"])
-def test_sessions_are_drafted_for(draft: str) -> None:
+def test_drafts_do_not_change_session_tokens(draft: str) -> None:
     repeating, few = [20, 21, 22, 23, 24] * 5, P8.replace(allowed_token_ids=[20, 21])
     with open_llm() as plain, plain.session(120, seed=7) as session:
-        want = [said(session.generate(i, few)) for i in (repeating, [20, 21], None)]
+        want = [output_facts(session.generate(i, few)) for i in (repeating, [20, 21], None)]
         session.position = 30
-        want.append(said(session.generate(None, few)))
+        want.append(output_facts(session.generate(None, few)))
     with open_llm(draft=draft, num_draft_tokens=3) as llm, llm.session(120, seed=7) as session:
-        found = [said(session.generate(i, few)) for i in (repeating, [20, 21], None)]
+        found = [output_facts(session.generate(i, few)) for i in (repeating, [20, 21], None)]
         session.position = 30
-        found.append(said(session.generate(None, few)))
+        found.append(output_facts(session.generate(None, few)))
         assert found == want
         assert llm.stats()["draft"]["drafted"] > 0
         llm.engine.scheduler.pool.check()
@@ -509,17 +511,17 @@ def test_routing_is_recorded_over_turns() -> None:
             assert routing is not None and plain.outputs[0].routing is not None
             assert routing.equal(plain.outputs[0].routing[: len(routing)])
             assert len(routing) == session.position - 1
-        # What was forced is not what the ids alone would give: neither used nor kept.
+        # KV computed with replayed routing differs from that of the ids alone: it is neither used nor kept.
         forced = P8.replace(replay_routing=(routing + 1) % 6)
         result = session.generate([51], forced)
-        assert said(result) == alone(llm, result.prompt_token_ids, forced)
-        assert said(result) != alone(llm, result.prompt_token_ids, P8)
+        assert output_facts(result) == alone(llm, result.prompt_token_ids, forced)
+        assert output_facts(result) != alone(llm, result.prompt_token_ids, P8)
         assert not session._cache.blocks
         result = session.generate([52], P8)
-        assert said(result) == alone(llm, result.prompt_token_ids, P8)
+        assert output_facts(result) == alone(llm, result.prompt_token_ids, P8)
 
 
-def test_sessions_on_a_cluster(tmp_path: Path) -> None:
+def test_sessions_survive_stage_failures_on_a_cluster(tmp_path: Path) -> None:
     folder, path = tmp_path / "model", tmp_path / "talk.session"
     toys.make_toy("llama", vocab_size=VOCAB).save_pretrained(folder)
 
@@ -531,11 +533,11 @@ def test_sessions_on_a_cluster(tmp_path: Path) -> None:
                 if number == 4:
                     session.position = 33
                 strike(number)
-                found.append(said(session.generate(inputs, P8.replace(max_tokens=count))))
+                found.append(output_facts(session.generate(inputs, P8.replace(max_tokens=count))))
             session.save(path)
             if strikes:
                 session.save(path, kv=True)
-            found.append(said(session.generate(None, P8)))
+            found.append(output_facts(session.generate(None, P8)))
         return found
 
     strikes: list[int] = []
@@ -546,7 +548,7 @@ def test_sessions_on_a_cluster(tmp_path: Path) -> None:
     with LLM(folder, max_length=200, placement=Cluster(stages=2, hosts=hosts)) as llm:
 
         def strike(turn: int) -> None:
-            """Between two turns, in a turn's prefill, and while it decodes."""
+            """Kill a stage between two turns, during prefill, and during decoding."""
             strikes.append(turn)
             first, last = serving(llm)
             if turn == 1:
@@ -560,13 +562,13 @@ def test_sessions_on_a_cluster(tmp_path: Path) -> None:
         assert llm.stats()["cluster"]["restarts"] == 3
         assert llm.stats()["blocks_used"] == 0
     with LLM(folder, max_length=200) as resident, resident.session(load=path) as session:
-        assert said(session.generate(None, P8)) == want[-1]
+        assert output_facts(session.generate(None, P8)) == want[-1]
 
 
-def test_async_turns() -> None:
+def test_async_turns_match_sync_turns() -> None:
     async def talk(llm: LLM) -> list[Any]:
         with llm.session(64, seed=7) as session:
-            found = [said(await session.agenerate(PROMPT, P8))]
+            found = [output_facts(await session.agenerate(PROMPT, P8))]
             deltas = [delta async for delta in session.astream([50], P8)]
             found.append([i for d in deltas for i in d.token_ids])
             task = asyncio.ensure_future(session.agenerate([51], P8.replace(max_tokens=30)))
@@ -577,21 +579,21 @@ def test_async_turns() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert session.position == 24
-            found.append(said(await session.agenerate(None, P8)))
+            found.append(output_facts(await session.agenerate(None, P8)))
         return found
 
     with open_llm() as llm:
         first, second, third = asyncio.run(talk(llm))
         with llm.session(64, seed=7) as session:
-            assert said(session.generate(PROMPT, P8)) == first
-            assert said(session.generate([50], P8))[0] == second
-            assert said(session.generate(None, P8)) == third
+            assert output_facts(session.generate(PROMPT, P8)) == first
+            assert output_facts(session.generate([50], P8))[0] == second
+            assert output_facts(session.generate(None, P8)) == third
 
 
 # ---- files
 
 
-def test_saved_sessions_go_on_in_another_engine_with_the_same_words(
+def test_saved_session_continues_in_another_engine_with_same_tokens(
     tmp_path: Path, folders: Callable[[str], Path]
 ) -> None:
     path, folder = tmp_path / "talk.session", folders("llama")
@@ -604,14 +606,14 @@ def test_saved_sessions_go_on_in_another_engine_with_the_same_words(
         session.generate(PROMPT)
         session.generate([50], penalized.replace(max_tokens=3))
         session.save(path)
-        want = said(session.generate())
+        want = output_facts(session.generate())
     assert list(tmp_path.iterdir()) == [path]
     with LLM(folder, kv_memory="400KB") as llm:
         for options in ({}, {"seed": 7, "max_length": 60, "params": penalized}):
             with llm.session(load=path, **options) as session:
                 assert (session.seed, session.position) == (7, 19)
                 assert session.max_length == options.get("max_length", 90)
-                assert said(session.generate()) == want
+                assert output_facts(session.generate()) == want
         with pytest.raises(InvalidRequest, match="seed=8: the loaded session has seed 7"):
             llm.session(load=path, seed=8)
         with pytest.raises(InvalidRequest, match="already has 19 tokens"):
@@ -641,7 +643,7 @@ def test_saved_sessions_go_on_in_another_engine_with_the_same_words(
         pytest.param("llama", ("ranks", "ranks"), marks=pytest.mark.slow),
     ],
 )
-def test_saved_kv_has_all_that_is_kept_of_a_token(
+def test_saved_kv_includes_routing_and_draft_state_on_any_placement(
     name: str, places: tuple[str | None, str | None], tmp_path: Path
 ) -> None:
     path, options = tmp_path / "talk.session", dict[str, Any](kv_memory="2MB")
@@ -667,7 +669,7 @@ def test_saved_kv_has_all_that_is_kept_of_a_token(
         want = session.generate([5], params)
     with opened(places[1]) as llm, llm.session(90, load=path) as session:
         found = session.generate([5], params)
-        assert said(found) == said(want)
+        assert output_facts(found) == output_facts(want)
         assert found.num_cached_tokens == want.num_cached_tokens == 27
         if name == "qwen3_moe":
             assert torch.equal(found.outputs[0].routing, want.outputs[0].routing)
@@ -675,15 +677,15 @@ def test_saved_kv_has_all_that_is_kept_of_a_token(
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-def test_saved_kv_is_used_where_it_is_the_same(
+def test_saved_kv_is_used_only_with_same_weights_and_block_size(
     kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verbatim.llm.open_engine", PLAIN_OPEN)
+    monkeypatch.setattr("verbatim.api.llm.open_engine", PLAIN_OPEN)
     path, turn = tmp_path / "talk.session", [*PROMPT, *range(20, 50)]
     with open_llm(kv_dtype=kv_dtype) as llm, llm.session(90, seed=7) as session:
         session.generate(turn, P8)
         session.save(path, kv=True)
-        want = said(session.generate([50], P8))
+        want = output_facts(session.generate([50], P8))
     for options, num_rows in (
         ({}, 2),
         ({"prefix_cache": False}, 2),
@@ -693,7 +695,7 @@ def test_saved_kv_is_used_where_it_is_the_same(
         with open_llm(kv_dtype=kv_dtype, **options) as llm:
             with llm.session(60, load=path) as session:
                 rows = counted(llm)
-                assert said(session.generate([50], P8)) == want
+                assert output_facts(session.generate([50], P8)) == want
                 assert rows[0] == num_rows
                 llm.engine.scheduler.pool.check()
             assert llm.stats()["blocks_used"] == 0
@@ -701,17 +703,17 @@ def test_saved_kv_is_used_where_it_is_the_same(
     llm = LLM(other, tokenizer=toy_tokenizers.byte_level().hf, kv_dtype=kv_dtype)
     with llm, llm.session(60, load=path) as session:
         assert not session._cache.blocks
-        assert said(session.generate([50], P8)) == alone(llm, session.token_ids[:46], P8)
+        assert output_facts(session.generate([50], P8)) == alone(llm, session.token_ids[:46], P8)
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_saved_states_of_another_number_are_computed_again(count: int, tmp_path: Path) -> None:
+def test_saved_states_of_wrong_count_are_recomputed(count: int, tmp_path: Path) -> None:
     path = tmp_path / "talk.session"
     with LLM(toys.make_toy("qwen3_5"), kv_memory="2MB") as llm:
         with llm.session(64, seed=7) as session:
             session.generate([5, 6, 7], P8)
             session.save(path, kv=True)
-            want = said(session.generate([9], P8))
+            want = output_facts(session.generate([9], P8))
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -720,13 +722,13 @@ def test_saved_states_of_another_number_are_computed_again(count: int, tmp_path:
         save_file(tensors, path, metadata)
         with llm.session(load=path) as session:
             assert not session._cache.blocks
-            assert said(session.generate([9], P8)) == want
+            assert output_facts(session.generate([9], P8)) == want
 
 
-def test_saved_kv_of_a_single_token_is_known_by_its_weights(
+def test_saved_kv_of_one_token_is_ignored_with_other_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verbatim.llm.open_engine", PLAIN_OPEN)
+    monkeypatch.setattr("verbatim.api.llm.open_engine", PLAIN_OPEN)
     path = tmp_path / "talk.session"
     with open_llm() as llm, llm.session(64, seed=7) as session:
         session.generate(PROMPT, P8)
@@ -740,7 +742,7 @@ def test_saved_kv_of_a_single_token_is_known_by_its_weights(
         assert not session._cache.blocks
 
 
-def test_text_after_a_rollback_is_the_same_from_a_file(tmp_path: Path) -> None:
+def test_text_after_rollback_is_the_same_in_loaded_session(tmp_path: Path) -> None:
     path = tmp_path / "talk.session"
     params = P8.replace(skip_special_tokens=False, allowed_token_ids=[0, 1, 2, 50, 60])
     with open_llm() as llm, llm.session(64, seed=7) as session:
@@ -751,7 +753,7 @@ def test_text_after_a_rollback_is_the_same_from_a_file(tmp_path: Path) -> None:
             assert loaded.text == session.text and "<s>" in session.text
 
 
-def test_files_that_are_no_sessions_are_refused(tmp_path: Path) -> None:
+def test_invalid_session_files_are_rejected(tmp_path: Path) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"
     with open_llm() as llm:
         with llm.session(64, seed=7) as session:
@@ -790,21 +792,21 @@ def test_files_that_are_no_sessions_are_refused(tmp_path: Path) -> None:
             (lambda: changed(session=metadata["session"].replace("numerics_", "")), "damaged"),
             (lambda: changed(session=metadata["session"].replace("num_tokens", "num_")), "damaged"),
         ]
-        for spoil, words in spoiled:
+        for spoil, message in spoiled:
             spoil()
-            with pytest.raises(InvalidRequest, match=words):
+            with pytest.raises(InvalidRequest, match=message):
                 llm.session(load=bad)
         assert llm.stats()["sessions"] == llm.stats()["blocks_reserved"] == 0
         with llm.session(load=good) as session:
             assert session.position == 15
-            for path, words in ((5, "save=5: must be a path"), ("a\0b", "can't be written")):
-                with pytest.raises(InvalidRequest, match=words):
+            for path, message in ((5, "save=5: must be a path"), ("a\0b", "can't be written")):
+                with pytest.raises(InvalidRequest, match=message):
                     session.save(path)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="load=5: must be a path"):
             llm.session(load=5)  # type: ignore[arg-type]
 
 
-# ---- anything in any order
+# ---- random sequences of operations
 
 
 class SessionMachine(RuleBasedStateMachine):
@@ -834,7 +836,7 @@ class SessionMachine(RuleBasedStateMachine):
         result = self.session.generate(None, params)
         whole = params.replace(max_tokens=len(before) - begin + count)
         want = alone(self.llm, before[:begin], whole)
-        # What went before may be of a completion that was cut, and given as ids; what follows is told.
+        # The ids before may be of a cut completion that was passed as input; then the results may differ.
         if want[0][: len(before) - begin] == before[begin:]:
             assert self.session.token_ids == before[:begin] + want[0]
         assert len(result.outputs[0].token_ids) == count
@@ -848,7 +850,7 @@ class SessionMachine(RuleBasedStateMachine):
             assert self.session.token_ids == before
             return
         result = self.session.generate(inputs, params)
-        assert said(result) == alone(self.llm, [*before, *inputs], params)
+        assert output_facts(result) == alone(self.llm, [*before, *inputs], params)
 
     @rule(share=st.floats(0, 1))
     def roll_back(self, share: float) -> None:
@@ -867,7 +869,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule()
     def evict(self) -> None:
-        self.llm.engine.evict_all()
+        self.llm.engine.call(self.llm.engine.scheduler.evict_all)
 
     @rule(length=st.integers(1, 90), seed=st.integers(0, 3))
     def others(self, length: int, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Text from the whole engine: deltas join, characters stay whole, stop strings never leak."""
+"""Streamed text: deltas join, characters stay whole, stop strings are never sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verbatim.protocols import Forward
 
 @pytest.fixture(scope="module", params=["byte_level", "byte_fallback"])
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    """A toy whose random tokens are words, pieces of CJK and emoji, and broken bytes."""
+    """A toy whose tokens are words, parts of CJK characters and emoji, and invalid bytes."""
     tokenizer = getattr(toy_tokenizers, request.param)()
     model = make_toy("llama", vocab_size=tokenizer.vocab_size)
     with LLM(model, tokenizer=tokenizer.hf) as opened:
@@ -25,7 +25,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
 PARAMS = SamplingParams(max_tokens=60, temperature=1.8, ignore_eos=True)
 
 
-def test_deltas_join_to_the_text_of_the_ids(llm: LLM) -> None:
+def test_deltas_join_to_the_completion_text(llm: LLM) -> None:
     assert llm.tokenizer is not None
     texts = set()
     for seed in range(6):
@@ -38,7 +38,7 @@ def test_deltas_join_to_the_text_of_the_ids(llm: LLM) -> None:
 
 
 def replay(llm: LLM, monkeypatch: pytest.MonkeyPatch, text: str) -> list[int]:
-    """Let the engine draw the ids of `text`, whatever the model thinks; returns them."""
+    """Make the engine sample the ids of `text` whatever the logits are; return the ids."""
     assert llm.tokenizer is not None
     ids = llm.tokenizer.hf.encode(text, add_special_tokens=False)
     script = iter(ids)
@@ -53,7 +53,7 @@ def replay(llm: LLM, monkeypatch: pytest.MonkeyPatch, text: str) -> list[int]:
 TEXT = "the fox 日本語 🙂 über 👩‍👩‍👧 naïve e\u0301 中文!"
 
 
-def test_characters_split_over_tokens_come_out_whole(
+def test_characters_split_over_tokens_are_streamed_whole(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert llm.tokenizer is not None
@@ -66,7 +66,7 @@ def test_characters_split_over_tokens_come_out_whole(
 
 
 @pytest.mark.parametrize("stop", ["🙂", "語 🙂", "👩‍👧", "本", "e\u0301 中", "!"])
-def test_a_stop_string_of_split_characters_cuts_before_it(
+def test_stop_string_of_split_characters_cuts_before_it(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, stop: str
 ) -> None:
     ids = replay(llm, monkeypatch, TEXT)

@@ -1,4 +1,4 @@
-"""Structures through the whole engine, on the storyteller: with samples, stops, beams and evictions."""
+"""Structured outputs in the engine: with samples, stop strings, beams and preemptions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _check(schema: Any, result: Any) -> int:
     return len(done)
 
 
-def test_nested_and_recursive_schemas_hold_beside_free_requests(storyteller: LLM) -> None:
+def test_schemas_hold_beside_unconstrained_requests(storyteller: LLM) -> None:
     free = SamplingParams(seed=3, max_tokens=40)
     expected = facts(storyteller.generate(PROMPT, free)[0])
     params = [
@@ -43,18 +43,18 @@ def test_nested_and_recursive_schemas_hold_beside_free_requests(storyteller: LLM
     assert finished > len(BY_HAND)
 
 
-def test_a_regex_a_choice_and_a_grammar_hold_with_samples_and_greedily(storyteller: LLM) -> None:
+def test_regex_choice_and_grammar_hold_for_samples_and_greedy(storyteller: LLM) -> None:
     choices = ["a cat", "a cat and a dog", 'the "red" fox', "né"]
     lark = 'start: "(" start ")" | WORD\nWORD: /[a-z]{1,5}/'
     for temperature in (0.0, 1.0):
         plain = SamplingParams(temperature=temperature, seed=2, n=4, max_tokens=60)
-        asked = [
+        all_params = [
             plain.replace(regex=r"[A-Z][a-z]{2,6}( [a-z]{1,6}){2}\."),
             plain.replace(choice=choices),
             plain.replace(grammar=lark),
         ]
-        words, chosen, nested = storyteller.generate([PROMPT] * 3, asked)
-        for c in words.outputs:
+        matching, chosen, nested = storyteller.generate([PROMPT] * 3, all_params)
+        for c in matching.outputs:
             assert re.fullmatch(r"[A-Z][a-z]{2,6}( [a-z]{1,6}){2}\.", c.text)
         assert all(c.text in choices for c in chosen.outputs)
         for c in nested.outputs:
@@ -63,7 +63,7 @@ def test_a_regex_a_choice_and_a_grammar_hold_with_samples_and_greedily(storytell
                 assert re.fullmatch(rf"\({{{depth}}}[a-z]{{1,5}}\){{{depth}}}", c.text)
 
 
-def test_a_stop_string_ends_a_structure_early_and_ignore_eos_ends_it_when_complete(
+def test_stop_string_and_ignore_eos_end_structured_output(
     storyteller: LLM,
 ) -> None:
     params = SamplingParams(seed=1, max_tokens=80, regex=r"[a-z]{3} [a-z]{3} [a-z]{3}")
@@ -77,7 +77,7 @@ def test_a_stop_string_ends_a_structure_early_and_ignore_eos_ends_it_when_comple
     assert len(bare.logprobs) == len(bare.token_ids)
 
 
-def test_beams_keep_to_a_structure(storyteller: LLM) -> None:
+def test_beams_follow_the_structure(storyteller: LLM) -> None:
     choices = ["a cat", "a dog", "an owl"]
     params = SamplingParams(num_beams=4, n=4, max_tokens=40, choice=choices)
     outputs = storyteller.generate(PROMPT, params)[0].outputs
@@ -86,19 +86,19 @@ def test_beams_keep_to_a_structure(storyteller: LLM) -> None:
     assert None not in scores and scores == sorted(scores, reverse=True)  # type: ignore[type-var]
 
 
-def test_structures_survive_evictions_and_small_chunks(storyteller: LLM) -> None:
-    asked = [
+def test_structures_survive_preemptions_and_small_chunks(storyteller: LLM) -> None:
+    all_params = [
         SamplingParams(json_schema=TREE, seed=i, n=2, max_tokens=60, temperature=0.9, logprobs=1)
         for i in range(4)
     ]
-    expected = all_facts(storyteller.generate([PROMPT] * 4, asked))
+    expected = all_facts(storyteller.generate([PROMPT] * 4, all_params))
     per_token = storyteller.info()["kv_bytes_per_token"]
     with LLM(kv_memory=per_token * 160, block_size=8, max_batch_tokens=7) as llm:
-        assert all_facts(llm.generate([PROMPT] * 4, asked)) == expected
+        assert all_facts(llm.generate([PROMPT] * 4, all_params)) == expected
         assert llm.stats()["preemptions"] > 0
 
 
-def test_a_structure_that_other_bans_make_impossible_fails_alone(storyteller: LLM) -> None:
+def test_structure_made_impossible_by_other_bans_fails_alone(storyteller: LLM) -> None:
     engine = storyteller.engine
     admit = storyteller.engine.admission.admit
     dead_end = SamplingParams(choice=["a"], allowed_token_ids=[5], max_tokens=9)

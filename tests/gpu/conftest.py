@@ -1,4 +1,4 @@
-"""Everything here is for a GPU, and says so where there is none."""
+"""Marks all tests of this folder as GPU tests, and skips them if there is no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU, every feature beside plain generation, each against a plain run on the same GPU."""
+"""Features beyond plain generation on a GPU, each compared with a plain run on the same GPU."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def toy(name: str, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     "draft", ["mtp", "early-exit", str(storyteller.path()), EarlyExit(2), "ngram"], ids=str
 )
-def test_drafts_change_no_token_of_the_storyteller(draft: Any) -> None:
+def test_drafts_do_not_change_storyteller_results(draft: Any) -> None:
     with story(draft=draft, num_draft_tokens=4) as llm:
         assert all_facts(llm.generate(STORIES, PARAMS)) == told()
         stats = llm.stats()["draft"]
@@ -63,14 +63,14 @@ def test_drafts_change_no_token_of_the_storyteller(draft: Any) -> None:
         assert all_facts(llm.generate(STORIES, PARAMS)) == told(), "after a sleep"
 
 
-def test_a_draft_model_that_is_the_model_is_always_right() -> None:
+def test_draft_model_equal_to_target_is_always_accepted() -> None:
     with story(draft=str(storyteller.path()), num_draft_tokens=4) as llm:
         llm.generate(STORIES, SamplingParams(max_tokens=25, seed=3, ignore_eos=True))
         assert llm.stats()["draft"]["acceptance"] == [1.0] * 4
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "glm4_moe"])
-def test_drafts_by_layers_of_live_toys_change_nothing(name: str) -> None:
+def test_mtp_and_early_exit_drafts_of_live_modules_change_no_result(name: str) -> None:
     pair = mtp_toys.toy(name, 1, torch.bfloat16)
     main, mtp = pair.main.to(DEVICE), pair.mtp.to(DEVICE)
     prompts, params = mixed_requests()
@@ -83,7 +83,7 @@ def test_drafts_by_layers_of_live_toys_change_nothing(name: str) -> None:
             assert stats["drafted"] > 0 and not stats["errors"], stats
 
 
-def test_a_live_draft_model_stays_on_its_device() -> None:
+def test_live_draft_model_stays_on_its_device() -> None:
     main = toy("qwen3")
     prompts, params = mixed_requests()
     expected = generated(LLM(main, deterministic=True), prompts, params)
@@ -100,7 +100,7 @@ def test_a_live_draft_model_stays_on_its_device() -> None:
 # ---- weights
 
 
-def test_updated_weights_are_those_of_a_model_opened_with_them() -> None:
+def test_update_weights_is_reversible_and_repeatable() -> None:
     with story() as llm:
         before = all_facts(llm.generate(STORIES, PARAMS))
         module: Any = llm.engine.runner.whole_module  # type: ignore[attr-defined]
@@ -115,7 +115,7 @@ def test_updated_weights_are_those_of_a_model_opened_with_them() -> None:
         assert all_facts(llm.generate(STORIES, PARAMS)) == after
 
 
-def test_weights_of_a_live_module_change() -> None:
+def test_in_place_edit_of_live_module_takes_effect() -> None:
     module, prompt = toy("llama"), random_ids(30, 1)
     params = SamplingParams(max_tokens=8, seed=1, prompt_logprobs=0, ignore_eos=True)
     with LLM(module, deterministic=True) as llm:
@@ -127,7 +127,7 @@ def test_weights_of_a_live_module_change() -> None:
     assert generated(LLM(module, deterministic=True), [prompt], params) == [after]
 
 
-def test_adapters_of_each_request(tmp_path: Path) -> None:
+def test_adapters_are_applied_per_request(tmp_path: Path) -> None:
     module, prompts = toy("llama"), [random_ids(9 + i, i) for i in range(4)]
     folder = save_adapter(tmp_path / "a", module.cpu(), seed=1)
     module.to(DEVICE)
@@ -145,7 +145,7 @@ def test_adapters_of_each_request(tmp_path: Path) -> None:
     assert scores[1:] != pytest.approx(plain[0][1][1:], abs=0.2)
 
 
-def test_the_storyteller_with_an_adapter_and_recorded_steps(tmp_path: Path) -> None:
+def test_storyteller_with_adapter_gives_same_bits_in_mixed_batch(tmp_path: Path) -> None:
     with story() as llm:
         folder = save_adapter(tmp_path / "a", llm.engine.runner.whole_module, seed=1)  # type: ignore[attr-defined]
     params = [params.replace(adapter="a") for params in PARAMS]
@@ -159,7 +159,7 @@ def test_the_storyteller_with_an_adapter_and_recorded_steps(tmp_path: Path) -> N
 # ---- what a result reports
 
 
-def test_scores_are_those_of_generation() -> None:
+def test_scores_equal_generated_logprobs() -> None:
     with story() as llm:
         result = llm.generate(STORIES[1], PARAMS[1])[0]
         ids = result.prompt_token_ids + result.outputs[0].token_ids
@@ -168,7 +168,7 @@ def test_scores_are_those_of_generation() -> None:
     assert scores == [expected, expected[:9]]
 
 
-def test_hidden_states_give_the_logprobs() -> None:
+def test_hidden_states_reproduce_logprobs() -> None:
     module, params = toy("qwen3"), PARAMS[2].replace(n=1, prompt_logprobs=0)
     with LLM(module, deterministic=True) as llm:
         result = llm.generate(random_ids(20, 1), params)[0]
@@ -181,7 +181,7 @@ def test_hidden_states_give_the_logprobs() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v32"])
-def test_records_are_replayed(name: str) -> None:
+def test_recorded_routing_and_indices_are_replayed(name: str) -> None:
     module = toy(name)
     prompts = [random_ids(n, n) for n in (30, 5, 19)]
     indexed = name == "deepseek_v32"
@@ -205,10 +205,10 @@ def test_records_are_replayed(name: str) -> None:
         assert all_facts(llm.generate(prompts, params)) == expected, "in chunks"
 
 
-# ---- how a result is made
+# ---- ways of generating
 
 
-def test_beams() -> None:
+def test_beam_search_gives_same_bits_alone_and_batched() -> None:
     params = SamplingParams(num_beams=3, n=2, max_tokens=12, logprobs=1, seed=1)
     with story() as llm:
         expected = all_facts(llm.generate(STORIES, params))
@@ -218,7 +218,7 @@ def test_beams() -> None:
 
 
 @pytest.mark.parametrize("draft", [None, "mtp", "early-exit", str(storyteller.path())], ids=str)
-def test_structured_output(draft: Any) -> None:
+def test_structured_output_is_same_with_drafts(draft: Any) -> None:
     pytest.importorskip("llguidance", reason="grammars need llguidance")
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     params = [
@@ -233,7 +233,7 @@ def test_structured_output(draft: Any) -> None:
     assert results[2].outputs[0].text in ("yes", "no")
 
 
-def test_prefixes_in_files(tmp_path: Path) -> None:
+def test_prefix_folder_is_hit_and_changes_no_result(tmp_path: Path) -> None:
     prompts = [text * 8 for text in STORIES]
     params = [p.replace(hidden_states=False, prompt_logprobs=None) for p in PARAMS]
     expected = generated(story(), prompts, params)
@@ -246,7 +246,7 @@ def test_prefixes_in_files(tmp_path: Path) -> None:
             assert all(result.num_cached_tokens > 0 for result in results)
 
 
-def test_sessions(tmp_path: Path) -> None:
+def test_saved_session_resumes_with_same_tokens(tmp_path: Path) -> None:
     params, seen = SamplingParams(max_tokens=12, ignore_eos=True), []
     for options in ({}, dict(draft="mtp"), dict(draft="early-exit", max_batch_tokens=7)):
         with story(**options) as llm, llm.session(max_length=200, seed=5) as session:
@@ -262,7 +262,7 @@ def test_sessions(tmp_path: Path) -> None:
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_streams_and_coroutines() -> None:
+def test_streams_and_coroutines_give_same_tokens() -> None:
     async def all_of(llm: LLM) -> tuple[list[Any], list[int]]:
         async def streamed() -> list[int]:
             deltas = llm.astream(STORIES[1], PARAMS[1])
@@ -278,8 +278,8 @@ def test_streams_and_coroutines() -> None:
         assert asyncio.run(all_of(llm)) == (told(), expected)
 
 
-def test_ends_are_clean() -> None:
-    """Pauses, aborted streams, sleeps in the middle of requests, full memory."""
+def test_abort_sleep_and_preemption_change_no_token() -> None:
+    """An aborted stream, sleep in the middle of a request, and a KV cache that is too small."""
     with story(draft="mtp", prefix_cache=False) as llm:
         for delta in llm.stream(STORIES[0], PARAMS[0]):
             if delta.token_ids:
@@ -300,7 +300,7 @@ def test_ends_are_clean() -> None:
         assert llm.stats()["preemptions"] > 0
 
 
-def test_the_server() -> None:
+def test_server_completions_and_streams_match_generate() -> None:
     for name in ("uvicorn", "httpx", "fastapi"):
         pytest.importorskip(name, reason="the server's packages are not installed")
     from support.serving import serving
@@ -314,8 +314,8 @@ def test_the_server() -> None:
         assert "".join(texts) == told()[1][4][0][1]
 
 
-def test_doors() -> None:
-    """The same tokens for ids on a GPU through every door, and they come back there."""
+def test_compat_apis_give_same_tokens_and_device() -> None:
+    """Every API gives the same tokens for ids on a GPU, and returns them there."""
     rows = torch.tensor([random_ids(5, 1), random_ids(5, 2)]).to(DEVICE)
     tokenizer = SimpleNamespace(padding_side="left", eos_token_id=None, pad_token_id=None)
     settings = megatron.SamplingParams(num_tokens_to_generate=9, top_k=1, termination_id=-1)
@@ -333,8 +333,8 @@ def test_doors() -> None:
             remote.generate(rows, max_new_tokens=9, **options),
         ):
             assert found.tolist() == expected.tolist() and found.device == rows.device
-        made = flexllmgen.OptLM(llm).generate(rows.cpu(), 9, do_sample=False)
-        assert made.tolist() == expected.tolist()
+        opt_lm_ids = flexllmgen.OptLM(llm).generate(rows.cpu(), 9, do_sample=False)
+        assert opt_lm_ids.tolist() == expected.tolist()
         megatron.TextGenerationController(llm).generate_all_output_tokens_static_batch(requests)
         new = [request.generated_tokens.tolist() for request in requests.values()]
         assert new == expected[:, 5:].tolist()
@@ -343,8 +343,8 @@ def test_doors() -> None:
 # ---- modules of other protocols
 
 
-def test_kempnerforges_modules() -> None:
-    """Run as transformers' Llama, which has the same parameters, in any schedule."""
+def test_kempnerforge_module_gives_same_bits_in_every_schedule() -> None:
+    """The module runs as transformers' Llama, which has the same parameters."""
     module = kempner_reference.make(**KEMPNER).to(DEVICE)
     prompts, params = mixed_requests()
     with LLM(module, deterministic=True) as llm:
@@ -365,7 +365,7 @@ def greedy_ids(forward: Any, prompt: list[int], count: int) -> list[int]:
     return ids
 
 
-def test_modules_with_their_own_forward() -> None:
+def test_modules_run_by_their_own_forward_match_greedy_loop() -> None:
     """Token by token with `kv_caches`, in whole rows, and with Coati's hooks."""
     module, rows = kempner_toy().to(DEVICE), [random_ids(6, 1), random_ids(6, 2)]
     expected = [greedy_ids(module, row, 5) for row in rows]

@@ -1,4 +1,6 @@
-"""On a real GPU: the promise, the oracle, recorded steps, memory. `python -m pytest tests/gpu -m gpu`.
+"""On a real GPU: same bits in every schedule, comparison with transformers, recorded steps, memory.
+
+Run with `python -m pytest tests/gpu -m gpu`.
 
 The kernels' own tests (`tests/kernels/test_triton_kernels.py`, `tests/kernels/test_triton_llm.py`) run on a
 GPU where there is one, and under Triton's interpreter elsewhere.
@@ -21,15 +23,14 @@ from support.toys import make_toy, random_ids
 from verbatim import LLM, SamplingParams
 from verbatim.batch import SamplePlan, SampleRow
 from verbatim.model import products
-from verbatim.model.packing import choose_packings
-from verbatim.model.quantization import resolve_quantization
-from verbatim.model.quantize import pack, rounded, unpack
-from verbatim.model.weight_packing import WeightPacking
+from verbatim.model.quantizable import choose_packings
+from verbatim.quantization.formats import resolve_quantization
+from verbatim.quantization.matrix import QuantizedMatrix, pack, rounded, unpack
 from verbatim.sampling.sampler import sample_rows
 
 MODELS = {name: odd for name, odd in odd_toys.MODELS.items() if name != "falcon"}
 MODELS["qwen3"] = dict(hidden_size=100, head_dim=20)
-# transformers' own experts need rows of a multiple of 16 bytes there.
+# On a GPU, transformers' own experts need rows of a multiple of 16 bytes.
 MODELS["gpt_oss"] = dict(hidden_size=60, intermediate_size=52)
 DENSE = [*MODELS]
 MODELS["gemma3"] = dict(head_dim=320)
@@ -50,7 +51,7 @@ def toy(name: str, dtype: torch.dtype) -> Any:
         ("deepseek_v4", "bfloat16", "auto"),
     ],
 )
-def test_every_schedule_gives_the_same_bits(name: str, dtype: str, kv_dtype: str) -> None:
+def test_every_schedule_gives_same_bits(name: str, dtype: str, kv_dtype: str) -> None:
     prompts, params = mixed_requests()
     module = toy(name, getattr(torch, dtype))
     options = dict(deterministic=True, kv_dtype=kv_dtype)
@@ -63,7 +64,7 @@ def test_every_schedule_gives_the_same_bits(name: str, dtype: str, kv_dtype: str
     with LLM(module, **options, max_batch_tokens=7, block_size=5) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected, "chunked"
     kv_memory = info["kv_bytes_per_token"] * 104
-    if info["state_bytes"]:  # half of it is for them, and a sequence needs three slots
+    if info["state_bytes"]:  # half is for states, and a sequence needs three slots
         kv_memory = 2 * max(kv_memory, 3 * info["state_bytes"])
     memory = dict(kv_memory=kv_memory, block_size=8)
     with LLM(module, **options, **memory) as llm:
@@ -74,8 +75,8 @@ def test_every_schedule_gives_the_same_bits(name: str, dtype: str, kv_dtype: str
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int4"])
-def test_long_contexts_keep_their_bits(kv_dtype: str) -> None:
-    """Over several splits of keys, in decode and in chunks of prefill."""
+def test_long_contexts_give_same_bits_in_all_chunk_sizes(kv_dtype: str) -> None:
+    """Contexts span several key splits, in decode and in prefill chunks."""
     module = make_toy("llama", dtype=torch.bfloat16, max_position_embeddings=4096).cuda()
     prompts = [random_ids(length, length) for length in (2100, 511, 512, 513, 1500)]
     params = SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
@@ -93,7 +94,7 @@ def test_long_contexts_keep_their_bits(kv_dtype: str) -> None:
         *((name, True) for name in MODELS if name not in DENSE),
     ],
 )
-def test_greedy_tokens_are_transformers(name: str, deterministic: bool) -> None:
+def test_greedy_tokens_equal_transformers(name: str, deterministic: bool) -> None:
     module, prompt = toy(name, torch.float32), random_ids(19, 1)
     theirs = module.generate(
         torch.tensor([prompt], device="cuda"), max_new_tokens=24, min_new_tokens=24, do_sample=False
@@ -105,7 +106,7 @@ def test_greedy_tokens_are_transformers(name: str, deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-def test_the_storyteller_is_moved_recorded_and_put_to_sleep(
+def test_storyteller_gives_same_bits_recorded_or_not_and_after_sleep(
     kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = ["Once upon a time", "The cat", "A long time ago there was"] * 4
@@ -139,7 +140,9 @@ def test_the_storyteller_is_moved_recorded_and_put_to_sleep(
         ("gpt2", "w8a8"),
     ],
 )
-def test_quantized_models_keep_their_bits(name: str, quantization: str, tmp_path: Path) -> None:
+def test_quantized_models_give_same_bits_in_every_schedule(
+    name: str, quantization: str, tmp_path: Path
+) -> None:
     prompts, params = mixed_requests()
     kind = resolve_quantization(quantization)
     assert kind is not None
@@ -175,23 +178,23 @@ def test_quantized_models_keep_their_bits(name: str, quantization: str, tmp_path
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_products_of_few_rows_have_the_bits_of_many(quantization: str) -> None:
-    """Tiles of few rows run by other instructions of tensor cores."""
+def test_quantized_products_give_same_bits_for_any_number_of_rows(quantization: str) -> None:
+    """Tiles of few rows use other tensor core instructions."""
     kind = resolve_quantization(quantization)
     assert kind is not None
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 4096, generator=generator) for n in (70, 512))
     x = (x * torch.exp2(torch.randint(-6, 7, x.shape, generator=generator))).cuda().bfloat16()
-    packing = WeightPacking((512, 4096), torch.bfloat16, kind)
+    packing = kind.packing((512, 4096), torch.bfloat16)
     data = pack(weight.bfloat16(), packing)
     expected = products.linear(x, unpack(data, packing).cuda(), float32=True)
-    matrix = products.Packed(data.cuda(), packing)
+    matrix = QuantizedMatrix(data.cuda(), packing)
     for rows in (1, 7, 16, 17, 64, 70):
         assert torch.equal(products.linear(x[:rows], matrix, float32=True), expected[:rows]), rows
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_steps_of_experts_are_recorded(name: str) -> None:
+def test_recorded_moe_steps_give_same_outputs(name: str) -> None:
     module, prompts = toy(name, torch.bfloat16), [random_ids(5 + i, i) for i in range(5)]
     params = SamplingParams(max_tokens=9, seed=1, ignore_eos=True, record_routing=True)
     found = []
@@ -207,12 +210,12 @@ def test_steps_of_experts_are_recorded(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(512, 4096), (208, 12288), (77, 320), (1000, 75)], ids=str)
-def test_products_have_the_same_bits_in_tiles_of_all_heights(
+def test_products_give_same_bits_in_tiles_of_all_heights(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     from verbatim.kernels.triton import linear
 
-    def numbers(*sizes: int) -> torch.Tensor:  # of many sizes, so that every rounding shows
+    def numbers(*sizes: int) -> torch.Tensor:  # many magnitudes make rounding differences show
         exponents = torch.randint(-5, 6, sizes, generator=generator, device="cuda")
         return (torch.randn(sizes, generator=generator, device="cuda") * 2.0**exponents).to(dtype)
 
@@ -226,7 +229,7 @@ def test_products_have_the_same_bits_in_tiles_of_all_heights(
         assert torch.equal(linear.linear(x[:rows], weight, float32=True), want[:rows]), rows
 
 
-def test_draws_are_those_of_the_cpu() -> None:
+def test_sampled_tokens_equal_those_of_cpu() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(128, 151_936, generator=generator)).bfloat16()
     rows = [
@@ -237,8 +240,8 @@ def test_draws_are_those_of_the_cpu() -> None:
     assert repr(found) == repr(by("none", sample_rows)(logits, SamplePlan(rows)))
 
 
-def test_memory_is_given_back() -> None:
-    with LLM(device="cuda", kv_memory="10MB") as llm:  # workspaces of cuBLAS stay with the process
+def test_closed_engine_frees_gpu_memory() -> None:
+    with LLM(device="cuda", kv_memory="10MB") as llm:  # cuBLAS workspaces stay allocated
         llm.generate("Once", SamplingParams(max_tokens=3))
     del llm
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""`Offload` on a GPU: the bits of the resident model, whatever lies where; memory within the budget."""
+"""`Offload` on a GPU: same bits as the resident model in every placement, and memory within the budget."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLACES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("name", TOYS)
-def test_every_placement_gives_the_bits_of_the_resident_model(name: str, tmp_path: Path) -> None:
+def test_every_offload_placement_gives_bits_of_resident_model(name: str, tmp_path: Path) -> None:
     dtype, changes = TOYS[name]
     make_toy(name, **changes).save_pretrained(tmp_path)
     prompts, params = mixed_requests()
@@ -48,7 +48,7 @@ def test_every_placement_gives_the_bits_of_the_resident_model(name: str, tmp_pat
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 340 MB in bfloat16."""
+    """A folder with a model of 340 MB in bfloat16."""
     path = tmp_path_factory.mktemp("offload")
     config = LlamaConfig(
         vocab_size=8192,
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_budgets_hold_and_nothing_is_left(folder: Path) -> None:
+def test_offload_stays_within_gpu_budget_and_frees_memory(folder: Path) -> None:
     prompts = [random_ids(20 + 7 * i, i, high=8000) for i in range(12)]
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
     common: dict[str, Any] = dict(
@@ -96,7 +96,7 @@ def test_budgets_hold_and_nothing_is_left(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_updates_and_sleep(folder: Path, deterministic: bool) -> None:
+def test_offloaded_weights_can_be_updated_and_sleep(folder: Path, deterministic: bool) -> None:
     common: dict[str, Any] = dict(device="cuda", deterministic=deterministic, max_length=512)
     prompt = random_ids(40, 1, high=8000)
     params = SamplingParams(max_tokens=8, temperature=0.0, seed=3)

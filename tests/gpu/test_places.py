@@ -1,4 +1,4 @@
-"""Stages and ranks on a GPU, which they share where there is only one: the bits of a model in one process."""
+"""Stages and ranks on GPUs (a single GPU is shared): the same bits as a model in one process."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ def generated(llm: LLM, count: int = 8) -> list[Any]:
 
 
 def changed(folder: Path) -> dict[str, torch.Tensor]:
-    """Other weights for the model in a folder."""
+    """Return other weights for the model in a folder."""
     from transformers import AutoModelForCausalLM
 
     weights = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     return {name: 1.5 * tensor for name, tensor in weights.items()}
 
 
-def test_stages_lose_one_move_sleep_and_get_new_weights(
+def test_stages_give_same_bits_after_kill_move_sleep_and_update(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VERBATIM_RECORDED_STEPS", "0")  # recording takes longer than these steps
+    monkeypatch.setenv("VERBATIM_RECORDED_STEPS", "0")  # recording would take longer than the steps
     folder = folders("qwen3_moe", num_hidden_layers=4)
     weights, turns = changed(folder), ([7, 8, 9], [10, 11])
     with opened(folder) as llm:
         expected, key = generated(llm), llm.info()["numerics_key"]
         with llm.session(seed=5) as session:
-            said = [session.generate(turn, TURN).outputs[0].token_ids for turn in turns]
+            replies = [session.generate(turn, TURN).outputs[0].token_ids for turn in turns]
         llm.update_weights(weights)
         updated = generated(llm)
     with opened(folder, Cluster(stages=2, patience_s=PATIENCE_S), draft="ngram") as llm:
@@ -62,20 +62,20 @@ def test_stages_lose_one_move_sleep_and_get_new_weights(
         assert [s["device"] for s in info["stages"]] == [f"cuda:{i % count}" for i in (0, 1)]
         plain, pid = runner.forward, info["stages"][1]["pid"]
 
-        def struck(batch: Any) -> Any:
+        def kill_stage_once(batch: Any) -> Any:
             remote = plain(batch)
             if llm.stats()["cluster"]["restarts"] == 0 and runner.num_forwards == 7:
                 os.kill(pid, signal.SIGKILL)
             return remote
 
-        runner.forward = struck
+        runner.forward = kill_stage_once
         assert generated(llm) == expected, "a stage was killed"
         del runner.forward
         assert llm.stats()["cluster"]["restarts"] == 1
         with llm.session(seed=5) as session:
-            assert session.generate(turns[0], TURN).outputs[0].token_ids == said[0]
+            assert session.generate(turns[0], TURN).outputs[0].token_ids == replies[0]
             runner.group.move([(0, 3), (3, 4)])
-            assert session.generate(turns[1], TURN).outputs[0].token_ids == said[1]
+            assert session.generate(turns[1], TURN).outputs[0].token_ids == replies[1]
         llm.sleep(weights=True)
         llm.wake()
         assert generated(llm) == expected, "asleep"
@@ -83,7 +83,7 @@ def test_stages_lose_one_move_sleep_and_get_new_weights(
         assert generated(llm) == updated != expected
 
 
-def test_recorded_steps_of_stages_have_the_bits_of_one_process(folders: Folders) -> None:
+def test_recorded_steps_of_stages_give_same_bits_as_one_process(folders: Folders) -> None:
     folder = folders("qwen3_5")  # attention and recurrent layers
     with opened(folder) as llm:
         expected = generated(llm, 12)
@@ -95,7 +95,7 @@ def test_recorded_steps_of_stages_have_the_bits_of_one_process(folders: Folders)
 
 
 @pytest.mark.parametrize("name", TENSOR)
-def test_tensor_ranks_have_the_bits_of_one_process(
+def test_tensor_parallel_ranks_give_same_bits_as_one_process(
     name: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VERBATIM_RECORDED_STEPS", "0")
@@ -115,11 +115,11 @@ def test_tensor_ranks_have_the_bits_of_one_process(
         assert generated(llm, 2) == updated != expected[:2]
 
 
-def test_expert_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
+def test_expert_parallel_ranks_give_same_bits_as_one_process(tmp_path: Path) -> None:
     make_toy("qwen3_moe").save_pretrained(tmp_path / "model")
-    told = run_ranks(2, tmp_path, "gpu_rank", tmp_path / "model")
+    reports = run_ranks(2, tmp_path, "gpu_rank", tmp_path / "model")
     with opened(tmp_path / "model") as llm:
         expected, key = generated(llm), llm.info()["numerics_key"]
-    for rank, ours in enumerate(told):
+    for rank, ours in enumerate(reports):
         assert ours["facts"] == repr(expected[rank::2])
         assert ours["numerics_key"] == key

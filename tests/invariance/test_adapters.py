@@ -1,4 +1,4 @@
-"""LoRA adapters per request: what peft's matrices give, with the same bits alone and in a mixed batch."""
+"""LoRA adapters per request: results match merged weights, and are bit-identical alone and in a batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDE: dict[str, Any] = dict(hidden_size=192, intermediate_size=264, head_dim=48)
 
 
 class Toy:
-    """A toy with eight adapters in a folder each, and requests for them and the base."""
+    """A toy model with eight adapters, one folder each, and requests for them and for the base model."""
 
     def __init__(self, folder: Path, name: str, dtype: torch.dtype, **settings: Any) -> None:
         self.make = lambda: make_toy(name, dtype=dtype, **settings)
@@ -64,14 +64,14 @@ def llm(toy: Toy) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def expected(toy: Toy) -> list[Any]:
-    """What each request gives alone, module by module."""
+    """The results of each request run alone, without fused layers and prefix cache."""
     with toy.open(fused=False, prefix_cache=False) as llm:
         pairs = zip(toy.prompts, toy.params, strict=True)
         return [all_facts(llm.generate([prompt], [params]))[0] for prompt, params in pairs]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "qwen3_next", "qwen3_moe"])
-def test_an_adapter_gives_the_scores_of_the_merged_model(name: str, tmp_path: Path) -> None:
+def test_adapter_scores_match_merged_model(name: str, tmp_path: Path) -> None:
     layers = r"(self_attn\.\w+_proj|linear_attn\.\w+_proj|c_attn|c_fc|c_proj|mlp\.down_proj)"
     module = make_toy(name)
     module.save_pretrained(tmp_path / "base")
@@ -81,11 +81,11 @@ def test_an_adapter_gives_the_scores_of_the_merged_model(name: str, tmp_path: Pa
         for adapter in (None, "a"):
             if adapter:
                 merge(module, folder)
-            told = torch.tensor(llm.score(ids, adapter=adapter)[1:])
-            torch.testing.assert_close(told, scores_of(module, ids), atol=2e-4, rtol=0)
+            scores = torch.tensor(llm.score(ids, adapter=adapter)[1:])
+            torch.testing.assert_close(scores, scores_of(module, ids), atol=2e-4, rtol=0)
 
 
-def test_fused_recurrent_layers_add_an_adapter_with_the_bits_of_plain_ones(
+def test_fused_recurrent_layers_with_adapter_match_unfused_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[bool] = []
@@ -108,11 +108,10 @@ def test_fused_recurrent_layers_add_an_adapter_with_the_bits_of_plain_ones(
         assert llm.score(ids, adapter="a") == scores
 
 
-def test_a_mixed_batch_has_the_bits_of_each_request_alone(
+def test_mixed_adapter_batch_is_bit_identical_to_requests_alone(
     toy: Toy, llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight adapters and the base together, in the calls of all layers at once, in those of each, and one by
-    one."""
+    """Eight adapters and the base model in one batch: whole-model calls, fused layers, and unfused."""
     calls: list[bool] = []
     run = WholeModel.run
 
@@ -124,7 +123,7 @@ def test_a_mixed_batch_has_the_bits_of_each_request_alone(
     assert toy.run(llm) == expected
     assert any(calls)
     monkeypatch.setattr(WholeModel, "run", lambda *_, **__: None)
-    llm.engine.evict_all()
+    llm.engine.call(llm.engine.scheduler.evict_all)
     llm.engine.scheduler.prefixes.forget()
     assert toy.run(llm) == expected
     with toy.open(fused=False) as plain:
@@ -141,14 +140,16 @@ def test_a_mixed_batch_has_the_bits_of_each_request_alone(
     ],
     ids=["evicted", "chunked", "offload"],
 )
-def test_schedules_and_placements_change_no_bit(
+def test_adapter_results_are_bit_identical_when_evicted_chunked_or_offloaded(
     toy: Toy, expected: list[Any], options: dict[str, Any]
 ) -> None:
     with toy.open(**options) as llm:
         assert toy.run(llm) == expected
 
 
-def test_stages_and_a_lost_one_change_no_bit(toy: Toy, expected: list[Any]) -> None:
+def test_adapters_on_stages_give_same_bits_after_stage_loss_and_sleep(
+    toy: Toy, expected: list[Any]
+) -> None:
     hosts = ThreadHosts()
     with toy.open(placement=staged(spares=0, hosts=hosts)) as llm:
         assert toy.run(llm) == expected
@@ -175,11 +176,11 @@ def test_stages_and_a_lost_one_change_no_bit(toy: Toy, expected: list[Any]) -> N
     ],
     ids=["int4", "w8a8", "K and V in int8", "without kernels"],
 )
-def test_a_mixed_batch_of_a_kind_has_the_bits_of_each_request_alone(
+def test_quantized_or_kernelless_adapter_batch_matches_requests_alone(
     toy: Toy, options: dict[str, Any], kernels: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernels is not None:
-        monkeypatch.setattr("verbatim.kernels.wanted", lambda: kernels)
+        monkeypatch.setattr("verbatim.kernels.requested", lambda: kernels)
     with toy.open(**options) as llm:
         mixed = toy.run(llm)
     with toy.open(fused=False, prefix_cache=False, **options) as llm:
@@ -187,8 +188,8 @@ def test_a_mixed_batch_of_a_kind_has_the_bits_of_each_request_alone(
         assert mixed == [all_facts(llm.generate([p], [q]))[0] for p, q in pairs]
 
 
-def test_cached_prefixes_are_an_adapters_own(toy: Toy, tmp_path: Path) -> None:
-    """Also after another one was loaded under the same name."""
+def test_cached_prefixes_are_not_shared_between_adapters(toy: Toy, tmp_path: Path) -> None:
+    """Nor reused after another adapter is loaded under the same name."""
     prompt, params = random_ids(40, seed=3), SamplingParams(max_tokens=3, seed=1)
     other = save_adapter(tmp_path / "other", toy.make(), seed=99)
 
@@ -210,7 +211,7 @@ def test_cached_prefixes_are_an_adapters_own(toy: Toy, tmp_path: Path) -> None:
         assert run(llm, "a") == (found[1], 0)
 
 
-def test_a_session_changes_its_adapter_between_turns(toy: Toy, llm: LLM) -> None:
+def test_session_can_change_adapter_between_turns(toy: Toy, llm: LLM) -> None:
     first, second = SamplingParams(max_tokens=5), random_ids(6, seed=8)
     with llm.session(seed=4) as session:
         session.generate(toy.prompts[0], first.replace(adapter=NAMES[0]))
@@ -222,7 +223,7 @@ def test_a_session_changes_its_adapter_between_turns(toy: Toy, llm: LLM) -> None
     assert whole[0].outputs[0].token_ids == turn.outputs[0].token_ids
 
 
-def test_requests_finish_with_an_adapter_that_is_unloaded(toy: Toy) -> None:
+def test_running_request_finishes_after_its_adapter_is_unloaded(toy: Toy) -> None:
     params = SamplingParams(max_tokens=30, seed=2, ignore_eos=True, adapter="a")
     with LLM(toy.base, adapters={"a": toy.adapters[NAMES[0]]}) as llm:
         expected = llm.generate([toy.prompts[0]], params)[0].outputs[0].token_ids
@@ -240,7 +241,9 @@ def test_requests_finish_with_an_adapter_that_is_unloaded(toy: Toy) -> None:
         assert not llm.engine.runner.decoder.adapters.numbers  # type: ignore[attr-defined]
 
 
-def test_adapters_come_and_go_under_load(toy: Toy, llm: LLM, expected: list[Any]) -> None:
+def test_loading_and_unloading_adapters_does_not_affect_running_requests(
+    toy: Toy, llm: LLM, expected: list[Any]
+) -> None:
     stop = threading.Event()
 
     def churn() -> None:
@@ -258,7 +261,7 @@ def test_adapters_come_and_go_under_load(toy: Toy, llm: LLM, expected: list[Any]
         churning.result()
 
 
-def test_new_weights_of_the_base_leave_adapters_loaded(toy: Toy, tmp_path: Path) -> None:
+def test_adapters_stay_loaded_when_base_weights_are_updated(toy: Toy, tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=0, prompt_logprobs=0, adapter=NAMES[0])
     other = make_toy("qwen3", dtype=torch.bfloat16, seed=7, **WIDE)
     with toy.open() as llm:
@@ -269,7 +272,7 @@ def test_new_weights_of_the_base_leave_adapters_loaded(toy: Toy, tmp_path: Path)
         assert llm.generate([toy.prompts[0]], params)[0].prompt_logprobs == found
 
 
-def test_new_weights_are_read_from_the_folder_of_an_adapter(tmp_path: Path) -> None:
+def test_update_weights_accepts_adapter_folder(tmp_path: Path) -> None:
     module = make_toy("llama")
     module.save_pretrained(tmp_path / "base")
     folder = save_adapter(
@@ -282,8 +285,8 @@ def test_new_weights_are_read_from_the_folder_of_an_adapter(tmp_path: Path) -> N
     assert ours.prompt_logprobs == theirs.prompt_logprobs
 
 
-def test_a_rollout_is_scored_with_its_adapter(toy: Toy, llm: LLM) -> None:
-    """And the log-probs of another adapter are others."""
+def test_rollout_logprobs_match_scores_with_its_adapter(toy: Toy, llm: LLM) -> None:
+    """And differ from scores with another adapter or none."""
     params = SamplingParams(max_tokens=6, ignore_eos=True, adapter=NAMES[1])
     made = rl.rollout(llm, toy.prompts[:2], params, group_size=2, seed=1)
     scores = [
@@ -294,7 +297,7 @@ def test_a_rollout_is_scored_with_its_adapter(toy: Toy, llm: LLM) -> None:
     assert not torch.equal(scores[0], scores[1]) and not torch.equal(scores[0], scores[2])
 
 
-def test_beams_on_a_live_module_take_adapters(toy: Toy) -> None:
+def test_beam_search_on_live_module_supports_adapters(toy: Toy) -> None:
     params = SamplingParams(num_beams=3, n=2, max_tokens=5, seed=0, temperature=0.0)
     params, module = params.replace(adapter=NAMES[4]), toy.make()
     found = generated(LLM(module, adapters=toy.adapters), toy.prompts, params)
@@ -303,20 +306,18 @@ def test_beams_on_a_live_module_take_adapters(toy: Toy) -> None:
     assert not any("forward" in layer.__dict__ for layer in module.modules())
 
 
-# ---- what is refused
+# ---- rejected adapters
 
 
 def _with_layer(toy: Toy, name: str) -> Path:
-    """Return an adapter that has matrices for one layer more."""
+    """Return the folder of an adapter that also has matrices for the layer `name`."""
     folder = toy.base.parent / f"with {name}"
     layers = rf"(self_attn\.q_proj|{name})"
     return save_adapter(folder, toy.make(), layers=layers)
 
 
 @pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
-def test_layers_that_can_not_have_an_adapter_are_refused_by_name(
-    toy: Toy, llm: LLM, name: str
-) -> None:
+def test_adapter_for_lm_head_or_embedding_is_rejected(toy: Toy, llm: LLM, name: str) -> None:
     with pytest.raises(NotSupported, match=f"{name} is not a linear layer"):
         llm.load_adapter("b", _with_layer(toy, name))
     assert "b" not in llm.adapters
@@ -337,10 +338,11 @@ def test_layers_that_can_not_have_an_adapter_are_refused_by_name(
         (ModelError, "finite number", {"lora_alpha": 1e300}),
         (NotSupported, "alpha_pattern", {"alpha_pattern": ["q_proj"]}),
         (NotSupported, "alpha_pattern", {"alpha_pattern": {"(": 2}}),
-        (NotSupported, "alpha_pattern", {"alpha_pattern": {"(.|.)*!": 2}}),  # takes years
+        # A regex that backtracks for years.
+        (NotSupported, "alpha_pattern", {"alpha_pattern": {"(.|.)*!": 2}}),
     ],
 )
-def test_other_adapters_are_refused_by_name(
+def test_unsupported_adapter_config_is_rejected(
     toy: Toy, llm: LLM, tmp_path: Path, error: Any, words: str, change: dict[str, Any]
 ) -> None:
     folder = save_adapter(tmp_path / "b", toy.make(), **change)
@@ -348,7 +350,7 @@ def test_other_adapters_are_refused_by_name(
         llm.load_adapter("b", folder)
 
 
-def test_damaged_adapters_are_refused(toy: Toy, llm: LLM, tmp_path: Path) -> None:
+def test_damaged_adapter_is_rejected(toy: Toy, llm: LLM, tmp_path: Path) -> None:
     folder = save_adapter(tmp_path / "b", toy.make(), rank=2)
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -364,8 +366,8 @@ def test_damaged_adapters_are_refused(toy: Toy, llm: LLM, tmp_path: Path) -> Non
     wide = torch.zeros(2, 7)
     refused({**tensors, first: nan}, ModelError, "NaN or infinity")
     refused({**tensors, first: wide}, InvalidRequest, "map 7 to")
-    refused({**tensors, first: tensors[first][:1].clone()}, ModelError, "do not fit together")
-    refused({**tensors, first: tensors[first].int()}, ModelError, "do not fit together")
+    refused({**tensors, first: tensors[first][:1].clone()}, ModelError, "inconsistent shapes")
+    refused({**tensors, first: tensors[first].int()}, ModelError, "int32: must be float32")
     ranks = {first: torch.zeros(3, 192), f"{layer}.lora_B.weight": torch.zeros(192, 3)}
     refused({**tensors, **ranks}, ModelError, "r of .* is not 3")
     large = torch.full_like(tensors[first], torch.finfo(torch.float32).max)
@@ -385,7 +387,7 @@ def test_damaged_adapters_are_refused(toy: Toy, llm: LLM, tmp_path: Path) -> Non
         llm.load_adapter("b", folder)
 
 
-def test_names_are_checked(toy: Toy, llm: LLM) -> None:
+def test_invalid_adapter_names_and_paths_are_rejected(toy: Toy, llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="did you mean 'adapter 1'"):
         llm.generate([toy.prompts[0]], SamplingParams(adapter="adaptr 1"))
     with pytest.raises(InvalidRequest, match="is loaded; unload it first"):

@@ -1,8 +1,8 @@
 """The conformance suite: what every placement, draft, cache and quantization must do for every architecture.
 
-Each case is one engine, held against the resident one without drafts and prefix caching that has the same
-weights and the same K and V. Every pair of choices that goes together occurs in some case; MTP drafts
-are refused by name for architectures without such layers.
+Each case is one engine, compared with a resident engine without drafts and prefix caching that has the same
+weights and the same KV format. Every supported pair of options occurs in some case; MTP drafts are rejected
+for architectures without MTP layers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ DIMENSIONS = {
     "architecture": ("qwen3", "deepseek_v3", *WITHOUT_MTP),
 }
 SLOW = ("tensor", "pipeline", "offloaded stages")
-# Compute much in torch's own operations; other cases of theirs are slow.
+# These architectures run mostly in torch operations; only this placement is in the fast suite.
 FAST = {
     "deepseek_v4": "resident",
     "minimax_m3": "offload",
@@ -65,22 +65,22 @@ FAST = {
     "qwen3_next": "cluster",
 }
 REFUSED = {frozenset({("draft", "mtp"), ("architecture", name)}) for name in WITHOUT_MTP}
-# Those of an architecture in a row, as they share what is expected.
+# Sorted by architecture, whose cases share expected results.
 CASES = sorted(covering(DIMENSIONS, REFUSED), key=lambda case: case[:2:-1])
-if os.environ.get("VERBATIM_CONFORMANCE") == "all":  # hundreds, for whoever rebuilds a room
+if os.environ.get("VERBATIM_CONFORMANCE") == "all":  # hundreds of cases, for large refactorings
     CASES = [
         case
         for case in itertools.product(*DIMENSIONS.values())
         if not pairs_of(DIMENSIONS, case) & REFUSED
     ]
-LAST_MATRICES = r"\b(o_proj|o_b_proj|out_proj|c_proj)"  # of each attention or mixer
+LAST_MATRICES = r"\b(o_proj|o_b_proj|out_proj|c_proj)"  # output projections of attention and mixers
 LONG = SamplingParams(max_tokens=24, ignore_eos=True, seed=7)
 PROMPT = toys.random_ids(19, seed=5)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
-    """Toys on the disk, by architecture and seed, those with MTP layers that can have them."""
+    """Toy checkpoints by architecture and seed, with MTP layers where the architecture has them."""
     from support.mtp_toys import save_with_mtp, toy
 
     @cache
@@ -129,7 +129,7 @@ def open_case(
     if choice["quantization"] != "none":
         options["quantization"] = choice["quantization"]
     with LLM(checkpoint(choice["architecture"], seed), **options) as llm:
-        if choice["placement"] == "offload":  # micro-batches of few rows cut prompts
+        if choice["placement"] == "offload":  # small micro-batches, so that prompts are split
             order: Any = llm.engine.runner.decoder._order
             order._plan = replace(order._plan, micro_tokens=13)
         yield llm
@@ -137,9 +137,9 @@ def open_case(
 
 @cache
 def _tiny(architecture: str, on_ranks: bool) -> int:
-    """Bytes for 160 tokens, fewer than the requests have together, and for the states of a sequence.
+    """Bytes for 160 tokens, fewer than the requests have together, or for 12 states if those take more.
 
-    Both of two ranks keep all states, and the keys and values of a single head.
+    Each of two ranks keeps all states, and the K and V of one head.
     """
     with LLM(toys.make_toy(architecture), kv_memory="1MB", block_size=8) as llm:
         info = llm.info()
@@ -149,7 +149,7 @@ def _tiny(architecture: str, on_ranks: bool) -> int:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Callable[..., Path]) -> Callable[..., dict[str, Any]]:
-    """What the plainest engine of a case's weights gives."""
+    """Reference results: of a resident engine with the same weights, without drafts and prefix cache."""
 
     @cache
     def of(architecture: str, kept: str, quantization: str, seed: int) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def expected(checkpoint: Callable[..., Path]) -> Callable[..., dict[str, Any]]:
         plain |= {"architecture": architecture, "cache": kept}
         with open_case(plain, checkpoint, seed) as llm:
             found: dict[str, Any] = {"long": facts(llm.generate([PROMPT], LONG)[0])}
-            if not seed:  # updated weights answer the long request alone
+            if not seed:  # updated weights are compared by the long request only
                 found["mixed"] = all_facts(llm.generate(*mixed_requests(12)))
                 found["records"] = recorded(llm)
                 found["adapted"] = adapted(llm, checkpoint(architecture))
@@ -203,7 +203,7 @@ def test_conformance(
 
 
 def check_streams(llm: LLM, prompts: Any, params: Any, same: list[Any]) -> None:
-    """Coroutines, streams and calls at once give what each gives alone."""
+    """Streams, also concurrent ones in coroutines, give the same results as the batch."""
 
     async def streamed(i: int) -> Any:
         (result,) = [d.result async for d in llm.astream(prompts[i], params[i]) if d.result]
@@ -218,7 +218,7 @@ def check_streams(llm: LLM, prompts: Any, params: Any, same: list[Any]) -> None:
 
 
 def check_what_comes_between(llm: LLM, same: Any) -> None:
-    """Eviction, sleep, and requests that are aborted or left change nothing for a request that runs."""
+    """Eviction, pause, sleep, aborts and abandoned streams do not change the results of a running request."""
     stream, deltas = llm.stream(PROMPT, LONG), []
     deltas.append(next(stream))
     for _ in llm.stream(PROMPT[::-1], LONG):
@@ -230,7 +230,7 @@ def check_what_comes_between(llm: LLM, same: Any) -> None:
     deltas.append(next(stream))
     assert victim.result is not None
     assert victim.result.outputs[0].finish_reason is FinishReason.ABORT
-    llm.engine.evict_all()
+    llm.engine.call(llm.engine.scheduler.evict_all)
     deltas.append(next(stream))
     llm.pause()
     llm.resume()
@@ -244,7 +244,7 @@ def check_what_comes_between(llm: LLM, same: Any) -> None:
 
 
 def recorded(llm: LLM) -> list[Any]:
-    """The facts of a request with a record of its routers' and indexers' choices, and with other choices."""
+    """The facts of a request that records its routing and indices, and of requests that replay other ones."""
     choices = llm.engine.runner.choices
     names = [name for name in choices if choices[name].reason is None]
     params = LONG.replace(max_tokens=6, **{f"record_{name}": True for name in names})
@@ -269,7 +269,7 @@ def adapted(llm: LLM, folder: Path) -> Any:
 
 
 def check_interrupt(llm: LLM, same: Any) -> None:
-    """Ctrl-C ends the request of the caller that it interrupts, and no other."""
+    """Ctrl-C ends only the request of the caller that it interrupts."""
     stream = llm.stream(PROMPT, LONG)
     deltas = [next(stream)]
 
@@ -290,13 +290,13 @@ def check_interrupt(llm: LLM, same: Any) -> None:
 def check_update(
     choice: dict[str, str], llm: LLM, checkpoint: Callable[..., Path], expected: Callable[..., Any]
 ) -> None:
-    """New weights give what an engine that was opened with them gives."""
+    """After a weight update, results match those of an engine opened with the new weights."""
     llm.update_weights(checkpoint(choice["architecture"], 1))
     assert facts(llm.generate([PROMPT], LONG)[0]) == expected(choice, seed=1)["long"]
 
 
 @pytest.mark.parametrize("architecture", WITHOUT_MTP)
-def test_mtp_drafts_are_refused_by_name_without_mtp_layers(
+def test_mtp_draft_is_rejected_for_architecture_without_mtp_layers(
     architecture: str, checkpoint: Callable[..., Path]
 ) -> None:
     choice = dict(placement="resident", draft="mtp", cache="plain", quantization="none")
@@ -307,7 +307,7 @@ def test_mtp_drafts_are_refused_by_name_without_mtp_layers(
         pass
 
 
-# ---- faults that the suite must find
+# ---- injected faults that the suite must detect
 
 
 def perturb_rows_in_company(llm: LLM) -> None:
@@ -356,7 +356,7 @@ def lose_aborts(llm: LLM) -> None:
     "fault",
     [perturb_rows_in_company, draw_without_position, keep_keys_of_evicted_blocks, lose_aborts],
 )
-def test_the_suite_finds(
+def test_suite_detects_injected_fault(
     fault: Callable[[LLM], None], checkpoint: Callable[..., Path], expected: Callable[..., Any]
 ) -> None:
     choice = dict(placement="resident", draft="none", cache="plain", quantization="none")

@@ -1,4 +1,4 @@
-"""Fused layers: the same bits as layers that run module by module, or none at all."""
+"""Fused layers: bit-identical to layers that run module by module, or not fused."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from support.requests_mixed import all_facts, mixed_requests
 from support.toys import make_toy
 from verbatim import LLM, NotSupported
 from verbatim.model.decoder import Decoder
-from verbatim.model.packed import hold_packed
-from verbatim.model.quantization import resolve_quantization
-from verbatim.model.quantize import pack
-from verbatim.model.weight_packing import WeightPacking
+from verbatim.model.quantized import hold_quantized
+from verbatim.quantization.formats import resolve_quantization
+from verbatim.quantization.matrix import pack
 
-# How many layers are fused, and how many parts of others; `test_whole.py` has models that run in one call.
+# Numbers of fused layers, and of fused parts of other layers; models that run in one call: `test_whole.py`.
 FUSED = dict.fromkeys(
     """bailing_hybrid bamba bart bert bloom deepseek_v2 deepseek_v3 deepseek_v32 dots3_note_text
     gemma4_text:dense gemma4_unified_text glm_moe_dsa gpt_neo gpt_oss minimax_m3_vl_text mixtral
@@ -41,7 +40,7 @@ FUSED = dict.fromkeys(
     "llama4_text": (3, 1),
     "zamba": (0, 4),
 }
-# Of those that transformers lists, the ones whose layers must all be fused.
+# The architectures in transformers whose layers must all be fused.
 ALL_FUSED = frozenset(
     """afmoe apertus apertus1p5_text arcee aria_text axk1 bailing_hybrid bamba biogpt blenderbot bloom cohere
     cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v3 deepseek_v3:plain
@@ -68,7 +67,7 @@ def fused_and_plain(model: nn.Module) -> tuple[Decoder, Decoder]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [case for case in FUSED if case in sweep.cases()])
-def test_fused_layers_give_the_bits_of_plain_ones(case: str, dtype: str) -> None:
+def test_fused_layers_are_bit_identical_to_plain_layers(case: str, dtype: str) -> None:
     model = sweep.build(case).to(DTYPES[dtype])
     fused, plain = Decoder(model), Decoder(model, fused=False)
     report = fused.fused
@@ -96,7 +95,9 @@ HALF = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
     ],
     ids=str,
 )
-def test_fused_layers_of_other_settings(name: str, changes: dict[str, Any], dtype: str) -> None:
+def test_fused_layers_match_plain_layers_with_other_configs(
+    name: str, changes: dict[str, Any], dtype: str
+) -> None:
     fused, plain = fused_and_plain(make_toy(name, dtype=DTYPES[dtype], **changes))
     assert outputs(fused) == outputs(plain)
 
@@ -112,12 +113,14 @@ def test_fused_layers_of_other_settings(name: str, changes: dict[str, Any], dtyp
             ("bailing_hybrid", dict(safe_gate=False)),
             ("bailing_hybrid", dict(lower_bound=-0.3)),
         )
-        if name in sweep.names()  # by this version of transformers
+        if name in sweep.names()  # known to this version of transformers
     ],
     ids=str,
 )
-def test_recurrent_layers_with_some_weights_in_float32(name: str, changes: dict[str, Any]) -> None:
-    """As transformers keeps some of them, whatever the model's dtype."""
+def test_recurrent_layers_with_some_float32_weights_are_fused(
+    name: str, changes: dict[str, Any]
+) -> None:
+    """transformers keeps some weights in float32, whatever the model's dtype."""
     model = sweep.build(name).to(torch.bfloat16)
     for path, weight in model.named_parameters():
         if path.endswith(("A_log", "dt_bias", "conv1d.weight")):
@@ -133,23 +136,23 @@ def test_recurrent_layers_with_some_weights_in_float32(name: str, changes: dict[
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "kimi_linear"])
-def test_layers_of_packed_weights_are_fused(name: str, kind: str, dtype: str) -> None:
+def test_layers_with_quantized_weights_are_fused(name: str, kind: str, dtype: str) -> None:
     model = make_toy(name, dtype=DTYPES[dtype], attention_bias=True)
     quantization = resolve_quantization(kind)
     assert quantization is not None
-    for layer in [m for m in model.modules() if isinstance(m, nn.Linear)][:-1]:  # but the head
-        packing = WeightPacking(tuple(layer.weight.shape), layer.weight.dtype, quantization)
-        hold_packed(layer, "weight", pack(layer.weight.detach(), packing), packing)
+    for layer in [m for m in model.modules() if isinstance(m, nn.Linear)][:-1]:  # all but the head
+        packing = quantization.packing(layer.weight.shape, layer.weight.dtype)
+        hold_quantized(layer, "weight", pack(layer.weight.detach(), packing), packing)
     fused, plain = fused_and_plain(model)
     assert outputs(fused) == outputs(plain)
-    for layer in model.model.layers:  # as when weights come back from sleep
+    for layer in model.model.layers:  # as after waking from sleep
         held: Any = next(m for name, m in layer.named_modules() if name.endswith("up_proj"))
-        held.weight_packed = held.packed.flip(0).roll(5).clone().clamp(max=120)
+        held.weight_packed = held.matrix.data.flip(0).roll(5).clone().clamp(max=120)
     assert outputs(fused) == outputs(plain)
 
 
 @pytest.mark.parametrize("name", ["falcon", "mamba"])
-def test_layers_of_other_shapes_stay_plain_and_say_why(name: str) -> None:
+def test_unsupported_layers_are_not_fused_and_report_reason(name: str) -> None:
     model = make_toy(name)
     decoder = Decoder(model)
     report = decoder.fused
@@ -160,7 +163,7 @@ def test_layers_of_other_shapes_stay_plain_and_say_why(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "qwen3_next"])
-def test_the_whole_engine_says_the_same(name: str, dtype: str) -> None:
+def test_engine_gives_same_results_fused_and_unfused(name: str, dtype: str) -> None:
     prompts, params = mixed_requests(12)
     found = []
     for options in (dict(fused=False), {}, dict(max_batch_tokens=9, block_size=5)):
@@ -173,7 +176,7 @@ def test_the_whole_engine_says_the_same(name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "float32"])
-def test_stores_of_other_dtypes_hold_the_same(kv_dtype: str) -> None:
+def test_fused_matches_unfused_with_other_kv_dtypes(kv_dtype: str) -> None:
     prompts, params = mixed_requests(6)
     found = []
     for fused in (False, True):
@@ -182,14 +185,14 @@ def test_stores_of_other_dtypes_hold_the_same(kv_dtype: str) -> None:
     assert found[0] == found[1]
 
 
-def test_a_pipeline_does_not_take_the_switch() -> None:
+def test_pipeline_placement_rejects_fused_false() -> None:
     from verbatim import PipelineParallel
 
     with pytest.raises(NotSupported, match="fused=False"):
         LLM(make_toy("llama"), placement=PipelineParallel(size=2), fused=False)
 
 
-# ---- a live module between and during forwards ----
+# ---- edits of a live module, between and during forwards ----
 
 
 def train(model: Any) -> None:
@@ -234,7 +237,7 @@ def change_formula(model: Any) -> None:
 
 
 def layout(place: str, change: Callable[[Tensor], Tensor]) -> Callable[[Any], None]:
-    """An edit by which the data of a weight of every layer lie otherwise."""
+    """An edit that changes the memory layout of one weight in every layer."""
 
     def edit(model: Any) -> None:
         for layer in model.model.layers:
@@ -245,7 +248,7 @@ def layout(place: str, change: Callable[[Tensor], Tensor]) -> Callable[[Any], No
 
 
 def hold_by_rows(model: Any) -> None:
-    """As a checkpoint's matrices `[in, out]` are held."""
+    """Use the memory layout in which a checkpoint's `[in, out]` matrices are held."""
     for parameter in model.transformer.h.parameters():
         if parameter.ndim == 2:
             parameter.data = parameter.data.mT.contiguous().mT
@@ -268,7 +271,7 @@ EDITS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "swap layers": swap_layers,
         "lay out by columns": layout("mlp.up_proj", lambda w: w.t().contiguous().t()),
         "turn square around": layout("self_attn.o_proj", Tensor.t),  # the same memory
-        # Another shape in the same memory, and whole again by a layer in between.
+        # The same shape and memory, but other strides.
         "turn rows into columns": layout("mlp.up_proj", lambda w: w.view(64, 96).t()),
         "expand one row": layout("mlp.gate_proj", lambda w: w[:1].expand(w.shape)),
         "epsilon": lambda m: setattr(m.model.layers[0].input_layernorm, "variance_epsilon", 0.5),
@@ -296,7 +299,7 @@ EDITS: dict[str, dict[str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize(("name", "edit"), [(name, edit) for name in EDITS for edit in EDITS[name]])
-def test_edits_of_a_live_module_are_seen(name: str, edit: str) -> None:
+def test_edits_of_live_module_take_effect(name: str, edit: str) -> None:
     model = make_toy(name)
     fused, plain = fused_and_plain(model)
     before = outputs(fused)
@@ -308,7 +311,7 @@ def test_edits_of_a_live_module_are_seen(name: str, edit: str) -> None:
 
 
 @pytest.mark.parametrize("before", [None, 6])
-def test_an_edited_config_is_seen(before: int | None) -> None:
+def test_edited_sliding_window_in_config_takes_effect(before: int | None) -> None:
     model = make_toy("mistral", sliding_window=before)
     fused, plain = fused_and_plain(model)
     wide = outputs(fused)
@@ -318,7 +321,7 @@ def test_an_edited_config_is_seen(before: int | None) -> None:
     assert outputs(fused) == wide
 
 
-def test_a_field_that_was_none_is_seen() -> None:
+def test_softcap_that_was_none_at_opening_takes_effect() -> None:
     model = make_toy("gemma2", attn_logit_softcapping=None)
     fused, plain = fused_and_plain(model)
     uncapped = outputs(fused)
@@ -326,7 +329,7 @@ def test_a_field_that_was_none_is_seen() -> None:
     assert outputs(fused) == outputs(plain) != uncapped
 
 
-def test_hooks_anywhere_are_called_and_heeded() -> None:
+def test_forward_hooks_are_called_and_change_outputs() -> None:
     model = make_toy("llama")
     fused, plain = fused_and_plain(model)
     clean = outputs(fused)
@@ -353,7 +356,7 @@ def test_hooks_anywhere_are_called_and_heeded() -> None:
     assert outputs(fused) == clean
 
 
-def test_a_hook_that_replaces_weights_of_a_later_layer_is_heeded() -> None:
+def test_hook_that_replaces_weights_of_later_layer_takes_effect() -> None:
     model = make_toy("llama")
     fused, plain = fused_and_plain(model)
     kept = model.model.layers[2].mlp.down_proj.weight
@@ -370,7 +373,7 @@ def test_a_hook_that_replaces_weights_of_a_later_layer_is_heeded() -> None:
 
 
 @pytest.mark.skipif("gemma4_text" not in sweep.cases(), reason="a newer transformers has it")
-def test_a_part_that_a_hook_calls_refuses_rows_of_another_width() -> None:
+def test_mlp_called_by_hook_rejects_rows_of_wrong_width() -> None:
     model = sweep.build("gemma4_text")
     layers, refused = model.model.layers, list[str]()
 
@@ -384,7 +387,7 @@ def test_a_part_that_a_hook_calls_refuses_rows_of_another_width() -> None:
     assert len(refused) == 2 * len(BATCHES)
 
 
-def test_a_fused_layer_is_the_owners_again_after_a_forward() -> None:
+def test_module_forward_is_restored_after_fused_forward() -> None:
     model = make_toy("llama")
     ids = torch.arange(5, 15)[None]
     expected = model(input_ids=ids).logits
@@ -393,7 +396,7 @@ def test_a_fused_layer_is_the_owners_again_after_a_forward() -> None:
     assert torch.equal(model(input_ids=ids).logits, expected)
 
 
-def test_a_closed_decoder_keeps_no_module_alive() -> None:
+def test_closed_decoder_does_not_keep_module_alive() -> None:
     model = make_toy("llama")
     decoder = Decoder(model, weak=True)
     outputs(decoder)
@@ -404,7 +407,7 @@ def test_a_closed_decoder_keeps_no_module_alive() -> None:
     assert alive() is None
 
 
-# ---- what looks like a layer of the common shape and is none ----
+# ---- layers that look standard but compute something else ----
 
 
 PLACES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
@@ -419,19 +422,19 @@ PLACES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_layer_with_another_formula_is_not_fused(place: str) -> None:
+def test_module_with_modified_forward_is_not_fused(place: str) -> None:
     recurrent = "linear_attn" in PLACES[place][0]
     model = wrong(make_toy("qwen3_5" if recurrent else "llama"), *PLACES[place])
     decoder = Decoder(model)
     report = decoder.fused
     assert report is not None and report["whole"] != "yes"
-    if place != "mlp":  # which runs as it is, between the kernels
+    if place != "mlp":  # the MLP runs unfused, between the kernels
         assert (report["layers"], report["plain"]) == (2, 1)
     assert outputs(decoder) == outputs(Decoder(model, fused=False))
 
 
-def test_weights_of_zero_hide_no_formula() -> None:
-    """A factor behind a matrix of zeros shows only after the next training step."""
+def test_modified_forward_behind_zero_weights_is_not_fused() -> None:
+    """A factor applied to an output of zeros shows only after the next training step."""
     model = make_toy("llama")
     nn.init.zeros_(model.model.layers[0].mlp.down_proj.weight)
     nn.init.ones_(model.model.layers[1].input_layernorm.weight)
@@ -443,7 +446,7 @@ def test_weights_of_zero_hide_no_formula() -> None:
     assert outputs(decoder) == outputs(Decoder(model, fused=False))
 
 
-def test_what_shows_only_far_into_the_context_shows_in_the_trial() -> None:
+def test_modified_forward_that_acts_only_at_far_positions_is_not_fused() -> None:
     model = make_toy("llama")
 
     def forward(own: Any, self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -456,7 +459,7 @@ def test_what_shows_only_far_into_the_context_shows_in_the_trial() -> None:
 
 
 class Clamped(nn.Module):
-    """An MLP that clamps what is large, as the dense ones of some mixtures do."""
+    """An MLP that clamps large values, as the dense MLPs of some mixture-of-experts models do."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
@@ -474,7 +477,7 @@ class ClampedReLU(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["llama", "olmo2", "opt", "deepseek_v3"])
-def test_an_mlp_that_clamps_what_is_large_runs_itself(name: str) -> None:
+def test_mlp_that_clamps_large_activations_is_not_fused(name: str) -> None:
     model = make_toy(name, initializer_range=0.02, init_std=0.02)
     layers = model.model.decoder.layers if name == "opt" else model.model.layers
     for layer in layers:
@@ -495,7 +498,7 @@ def test_an_mlp_that_clamps_what_is_large_runs_itself(name: str) -> None:
 
 
 class Merged(nn.Module):
-    """A linear layer with a matrix of low rank, which may have been added to its weight."""
+    """A linear layer with a low-rank matrix, which counts as merged while `merged` is not empty."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -507,7 +510,7 @@ class Merged(nn.Module):
         return self.base(x) if self.merged else self.base(x) + self.up(self.down(x))
 
 
-def test_a_matrix_that_is_no_longer_merged_is_heeded() -> None:
+def test_unmerged_lora_matrix_takes_effect() -> None:
     model = make_toy("llama")
     attention = model.model.layers[1].self_attn
     attention.q_proj = merged = Merged(attention.q_proj)
@@ -518,7 +521,7 @@ def test_a_matrix_that_is_no_longer_merged_is_heeded() -> None:
 
 
 @pytest.mark.parametrize("kind", ["buffer", "parameter"])
-def test_a_single_number_of_one_hides_no_formula(kind: str) -> None:
+def test_scalar_factor_that_was_one_at_opening_takes_effect(kind: str) -> None:
     model = make_toy("llama")
     attention, factor = model.model.layers[1].self_attn, torch.ones(())
     if kind == "buffer":
@@ -538,7 +541,7 @@ def test_a_single_number_of_one_hides_no_formula(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
-def test_a_number_beside_a_layer_is_not_taken_for_its_factor(dtype: torch.dtype) -> None:
+def test_unused_scalar_buffer_does_not_prevent_fusion(dtype: torch.dtype) -> None:
     model = make_toy("llama")
     for layer in model.model.layers:
         layer.register_buffer("steps", torch.zeros(1, dtype=dtype))
@@ -556,15 +559,15 @@ class Builtin(nn.Module):
         self.inner = nn.Identity()
 
 
-def test_a_part_without_a_signature_is_no_obstacle() -> None:
+def test_submodule_without_forward_signature_does_not_prevent_fusion() -> None:
     model = make_toy("llama")
     model.model.layers[1].mlp.unused = Builtin()
     fused, plain = fused_and_plain(model)
     assert outputs(fused) == outputs(plain)
 
 
-def test_an_attention_that_is_to_make_wider_rows_leaves_the_kernels() -> None:
-    """They would write them behind the end of what takes them."""
+def test_attention_with_widened_o_proj_raises_instead_of_overflowing() -> None:
+    """Kernels would write past the end of the output."""
     model = sweep.build("hy_v4")
     fused, plain = Decoder(model), Decoder(model, fused=False)
     assert fused.fused is not None and fused.fused["parts"] == 8
@@ -577,7 +580,7 @@ def test_an_attention_that_is_to_make_wider_rows_leaves_the_kernels() -> None:
 
 
 @pytest.mark.parametrize("last", [2, None])
-def test_a_place_that_is_asked_for_its_type_is_not_hidden(last: int | None) -> None:
+def test_layer_that_checks_type_of_layer_idx_is_not_fused(last: int | None) -> None:
     model = make_toy("llama")
 
     def forward(own: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -593,7 +596,7 @@ def test_a_place_that_is_asked_for_its_type_is_not_hidden(last: int | None) -> N
 
 
 @pytest.mark.parametrize("kind", ["place", "swallowed", "buffer", "attribute"])
-def test_a_layer_that_differs_from_the_others_by_a_number_is_not_taken_for_them(kind: str) -> None:
+def test_layer_that_differs_by_index_buffer_or_attribute_is_not_fused(kind: str) -> None:
     model = make_toy("llama", num_hidden_layers=4)
 
     def forward(own: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -619,7 +622,7 @@ def test_a_layer_that_differs_from_the_others_by_a_number_is_not_taken_for_them(
 
 
 @pytest.mark.skipif("gemma4_text" not in sweep.cases(), reason="a newer transformers has it")
-def test_a_layer_that_hands_its_keys_to_others_in_two_places_is_not_fused() -> None:
+def test_layer_that_shares_keys_under_two_names_gives_same_bits() -> None:
     model = sweep.build("gemma4_text")
 
     def forward(own: Any, self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
@@ -632,9 +635,9 @@ def test_a_layer_that_hands_its_keys_to_others_in_two_places_is_not_fused() -> N
     assert outputs(Decoder(model)) == outputs(Decoder(model, fused=False))
 
 
-def test_of_layers_that_are_built_alike_one_is_tried() -> None:
+def test_only_one_of_identical_layers_is_tried() -> None:
     def calls(num_layers: int) -> int:
-        """Return how often the own forward of layers runs when a decoder is opened."""
+        """Return how often the layers' own forwards run when a decoder is opened."""
         model, count = make_toy("gemma3", num_hidden_layers=num_layers), [0]
 
         def forward(own: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -654,11 +657,11 @@ def test_of_layers_that_are_built_alike_one_is_tried() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), list(zip(sweep.supported(), itertools.cycle(DTYPES))))
-def test_whatever_is_fused_has_the_bits_of_plain_layers(case: str, dtype: str) -> None:
+def test_every_architecture_is_bit_identical_fused_and_plain(case: str, dtype: str) -> None:
     model = sweep.build(case).to(DTYPES[dtype])
     fused = Decoder(model)
     assert fused.fused is not None
-    # The forward of these two models runs the parts of their layers itself.
+    # The forward of these two models calls the submodules of their layers itself.
     assert bool(fused.fused["layers"] or fused.fused["plain"]) is (case not in ("rwkv", "xlstm"))
     if case in ALL_FUSED:
         assert fused.fused["plain"] == 0, fused.fused["reasons"]

@@ -1,4 +1,4 @@
-"""What a reviewer broke once: things at the same time, things changed underneath, odd input."""
+"""Regression tests: concurrent use, models that change while open, and odd input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 SMALL: dict[str, Any] = dict(kv_memory="16MB")
 
 
-def test_two_engines_on_one_module_in_two_threads() -> None:
+def test_two_engines_on_one_module_in_two_threads_give_same_results() -> None:
     model = make_toy("llama")
     prompts, params = mixed_requests(9)
     with LLM(model, **SMALL) as first, LLM(model, **SMALL) as second:
@@ -44,14 +44,14 @@ def test_two_engines_on_one_module_in_two_threads() -> None:
             return [all_facts(llm.generate(prompts, params)) for _ in range(3)]
 
         callers = [in_thread(call, llm) for llm in (first, second)]
-        LLM(model, **SMALL).close()  # opening one meanwhile is no different
+        LLM(model, **SMALL).close()  # opening a third one meanwhile must not matter
         assert [caller.result() for caller in callers] == [[expected] * 3] * 2
     assert model.config._attn_implementation != "verbatim"
     model(torch.tensor([PROMPT]))
 
 
 @pytest.mark.parametrize("act", [torch.sigmoid, nn.functional.silu, lambda x: x @ torch.eye(60)])
-def test_a_hook_that_calls_torch_keeps_the_promise(act: Any) -> None:
+def test_hook_that_calls_torch_gives_same_bits_alone_and_batched(act: Any) -> None:
     model = make_toy("llama", hidden_size=60, num_attention_heads=6)
     model.model.layers[1].mlp.register_forward_hook(lambda m, args, out: act(out))
     prompts, params = mixed_requests(9)
@@ -62,7 +62,7 @@ def test_a_hook_that_calls_torch_keeps_the_promise(act: Any) -> None:
 
 
 class PerTensor(nn.Module):
-    """A projection whose scale is taken over all rows, as dynamic quantization does."""
+    """A projection with one scale for all rows, as in dynamic quantization."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -73,14 +73,14 @@ class PerTensor(nn.Module):
         return self.linear(torch.round(x / scale) * scale)
 
 
-def test_a_layer_that_mixes_rows_is_refused_in_a_known_architecture() -> None:
+def test_layer_that_mixes_rows_is_rejected() -> None:
     model = make_toy("llama")
     model.model.layers[1].mlp.up_proj = PerTensor(model.model.layers[1].mlp.up_proj)
-    with pytest.raises(UnsupportedModel, match="changed with the rows beside them"):
+    with pytest.raises(UnsupportedModel, match="changed with the other rows of the batch"):
         LLM(model, **SMALL)
 
 
-def test_a_model_that_changes_its_shape_is_noticed() -> None:
+def test_changed_layer_count_or_dtype_of_live_module_raises() -> None:
     model = make_toy("llama")
     ids = torch.tensor([PROMPT])
     before = verbatim.generate(model, ids, max_new_tokens=4, temperature=0.0, ignore_eos=True)
@@ -99,7 +99,7 @@ def test_a_model_that_changes_its_shape_is_noticed() -> None:
             llm.generate(PROMPT, GREEDY)
 
 
-def test_a_tokenizer_of_another_model_is_refused_before_it_crashes_a_batch() -> None:
+def test_tokenizer_with_ids_outside_vocabulary_is_rejected_before_forward() -> None:
     tokenizer = toy_tokenizers.byte_level()
     with LLM(make_toy("llama"), tokenizer=tokenizer.hf, **SMALL) as llm:
         with pytest.raises(InvalidRequest, match="belongs to another model"):
@@ -109,7 +109,7 @@ def test_a_tokenizer_of_another_model_is_refused_before_it_crashes_a_batch() -> 
         assert llm.stats()["forwards"] == 0
 
 
-def test_requests_of_an_event_loop_that_come_together_run_together() -> None:
+def test_concurrent_asyncio_requests_run_in_one_batch() -> None:
     model, begun = make_toy("llama"), threading.Event()
 
     def hold(*_: Any) -> None:
@@ -133,7 +133,7 @@ def test_requests_of_an_event_loop_that_come_together_run_together() -> None:
         assert llm.stats()["forwards"] - before <= 9
 
 
-def test_prompts_as_arrays_are_what_they_look_like() -> None:
+def test_prompts_may_be_arrays_or_tensors() -> None:
     with LLM(make_toy("llama"), **SMALL) as llm:
 
         def prompts(given: Any) -> list[list[int]]:
@@ -153,7 +153,7 @@ def test_prompts_as_arrays_are_what_they_look_like() -> None:
             llm.generate([3], 5)  # type: ignore[arg-type]
 
 
-def test_params_take_arrays_and_numpy_numbers() -> None:
+def test_sampling_params_accept_arrays_and_numpy_numbers() -> None:
     params = SamplingParams(
         stop_token_ids=np.array([3, 4]),
         seed=np.int64(5),
@@ -163,7 +163,7 @@ def test_params_take_arrays_and_numpy_numbers() -> None:
     assert params.stop_token_ids == ((3,), (4,)) and params.seed == 5 and params.top_k == 2
 
 
-def test_an_engine_opened_in_inference_mode_works_outside_of_it() -> None:
+def test_engine_opened_in_inference_mode_works_outside_it() -> None:
     model = make_toy("llama")
     with torch.inference_mode():
         llm = LLM(model, **SMALL)
@@ -183,17 +183,19 @@ def test_an_engine_opened_in_inference_mode_works_outside_of_it() -> None:
         ("tokenizer_config.json", "[]"),
     ],
 )
-def test_damaged_files_are_one_line(tmp_path: Path, name: str, content: str) -> None:
+def test_damaged_file_raises_model_error_of_one_line(
+    tmp_path: Path, name: str, content: str
+) -> None:
     make_toy("llama").save_pretrained(tmp_path)
     (tmp_path / name).write_text(content)
-    if name.endswith("index.json"):  # it is read only for a model in several files
+    if name.endswith("index.json"):  # the index is read only for sharded checkpoints
         (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
     with pytest.raises(ModelError) as caught:
         LLM(tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_odd_configs_and_weights_are_refused(tmp_path: Path) -> None:
+def test_invalid_configs_and_weight_files_are_rejected(tmp_path: Path) -> None:
     make_toy("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for change in (
@@ -211,7 +213,7 @@ def test_odd_configs_and_weights_are_refused(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     weights.rename(tmp_path / "elsewhere")
     weights.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ModelError, match="a link to nothing"):
+    with pytest.raises(ModelError, match="a dangling link"):
         LLM(tmp_path)
     weights.unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 99_999)

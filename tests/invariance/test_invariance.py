@@ -1,4 +1,4 @@
-"""The promise: a request's ids and log-probs are the same bits in every schedule."""
+"""Batch invariance: a request's ids and log-probs are bit-identical in every schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.requests_mixed import all_facts, facts, generated, mixed_requests, 
 from support.toys import make_toy, random_ids
 from verbatim import LLM, SamplingParams
 
-# Every model, in the slow suite in the other dtype too.
+# Every model in one dtype; the slow suite adds the other.
 each_in_one_dtype = pytest.mark.parametrize(
     ("name", "dtype"),
     slow_but(list(zip(MODELS, itertools.cycle(DTYPES))), itertools.product(MODELS, DTYPES)),
@@ -54,7 +54,7 @@ def test_every_schedule_gives_the_same_bits(name: str, dtype: str) -> None:
 
 
 def routed(name: str) -> dict[str, Any]:
-    """What to ask of a mixture-of-experts model besides."""
+    """Additional sampling parameters for mixture-of-experts models."""
     return dict(record_routing=True) if "moe" in name or name == "gpt_oss" else {}
 
 
@@ -99,7 +99,7 @@ def test_every_chunk_size_gives_the_same_bits(name: str) -> None:
 
 
 @each_in_one_dtype
-def test_found_prefixes_give_the_same_bits(name: str, dtype: str) -> None:
+def test_cached_prefixes_give_the_same_bits(name: str, dtype: str) -> None:
     prompts, params = mixed_requests()
     params = [p if p.num_beams > 1 else p.replace(**routed(name)) for p in params]
     stem = random_ids(37, seed=99)
@@ -107,7 +107,7 @@ def test_found_prefixes_give_the_same_bits(name: str, dtype: str) -> None:
     expected = generated(open_toy(name, dtype, block_size=4, prefix_cache=False), prompts, params)
     with open_toy(name, dtype, block_size=4) as llm:
         forever = SamplingParams(max_tokens=150, seed=1, ignore_eos=True)
-        # A first request that runs on keeps the cache of a live module alive for the others.
+        # A request that keeps running keeps the prefix cache of a live module valid for the others.
         submitted(llm, [stem], [forever])
         assert all_facts(llm.generate(prompts, params)) == expected, "shared with those in flight"
         again = llm.generate(prompts, params)
@@ -119,7 +119,7 @@ def test_found_prefixes_give_the_same_bits(name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_priorities_and_interruptions_change_no_bit(name: str) -> None:
+def test_priorities_and_evictions_give_the_same_bits(name: str) -> None:
     prompts, params = mixed_requests()
     expected = generated(open_toy(name, "bfloat16"), prompts, params)
     for rng_seed in range(3):
@@ -134,7 +134,7 @@ def test_priorities_and_interruptions_change_no_bit(name: str) -> None:
                     engine.step()
             while engine.step():
                 if rng.random() < 0.2:
-                    engine.evict_all()
+                    engine.call(engine.scheduler.evict_all)
             found = [request.result for request in requests]
             assert all(found) and all_facts(found) == expected  # type: ignore[arg-type]
             assert llm.stats()["blocks_used"] == 0
@@ -151,13 +151,13 @@ print(generated(open_toy("qwen3_moe", "bfloat16", num_threads=int(sys.argv[1])),
 
 
 @pytest.mark.slow
-def test_a_process_restart_gives_the_same_bits() -> None:
+def test_process_restart_gives_the_same_bits() -> None:
     first, second = (run_program("-c", _RESTART, threads) for threads in (1, 2))
     assert first == second
     assert len(first) > 300
 
 
-def test_global_random_state_neither_matters_nor_moves() -> None:
+def test_global_random_state_is_neither_used_nor_changed() -> None:
     prompts, params = mixed_requests(9)
     with open_toy("llama", "float32") as llm:
         torch.manual_seed(1)
@@ -172,9 +172,7 @@ def test_global_random_state_neither_matters_nor_moves() -> None:
 @pytest.mark.parametrize(
     "name", slow_but(("llama", "qwen3_moe"), ("llama", "gemma2", "qwen3_moe", "gpt2", "gpt_oss"))
 )
-def test_loops_long_enough_to_be_split_over_threads_give_the_same_bits(
-    name: str, dtype: str
-) -> None:
+def test_thread_parallel_torch_loops_give_the_same_bits(name: str, dtype: str) -> None:
     """torch divides elementwise loops and reductions from 32,768 elements on."""
     wide = dict(hidden_size=540, n_embd=540, n_head=6, num_hidden_layers=2, n_layer=2)
     ids = random_ids(200, seed=4)

@@ -1,4 +1,4 @@
-"""Whatever happens to one request, the others get what they would have got without it."""
+"""Isolation: whatever happens to one request, the results of the others are the same as without it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def llm() -> Iterator[LLM]:
 
 
 class Company:
-    """Eight requests that run beside a ninth, step by step."""
+    """Eight requests that run together with a ninth, step by step."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm, self.engine = llm, llm.engine
         prompts, params = mixed_requests(8)
         self.expected = all_facts(llm.generate(prompts, params))
-        self.engine.evict_all()
+        self.engine.call(self.engine.scheduler.evict_all)
         self.requests = submitted(llm, prompts, params)
 
     def join(self, prompt: Any, params: SamplingParams) -> Request:
@@ -65,7 +65,7 @@ def until(engine: Any, condition: Callable[[], bool]) -> None:
     raise AssertionError("it never came to that")
 
 
-# What a processor does, what becomes of its request, and words of the error.
+# What a processor raises or returns, and a word of the request's error.
 FAULTS: dict[str, tuple[Any, str]] = {
     "KeyError": (KeyError("no such thing"), "processor"),
     "SystemExit": (SystemExit("no"), "processor"),
@@ -78,7 +78,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_request_whose_processor_fails_ends_alone(llm: LLM, fault: str) -> None:
+def test_failing_logits_processor_fails_only_its_request(llm: LLM, fault: str) -> None:
     wrong, words = FAULTS[fault]
 
     def processor(ids: torch.Tensor, logits: torch.Tensor) -> Any:
@@ -88,30 +88,30 @@ def test_a_request_whose_processor_fails_ends_alone(llm: LLM, fault: str) -> Non
             raise wrong
         return wrong(logits)
 
-    company = Company(llm)
-    victim = company.join(random_ids(10, seed=6), LONG.replace(n=2, logits_processors=[processor]))
-    until(company.engine, lambda: victim.finished)
-    assert isinstance(victim.error, RequestFailed) and company.held_by(victim) == 0
+    others = Company(llm)
+    victim = others.join(random_ids(10, seed=6), LONG.replace(n=2, logits_processors=[processor]))
+    until(others.engine, lambda: victim.finished)
+    assert isinstance(victim.error, RequestFailed) and others.held_by(victim) == 0
     assert words in str(victim.error)
     if isinstance(wrong, BaseException):
         assert victim.error.__cause__ is wrong
-    company.finish()
+    others.finish()
 
 
 @pytest.mark.parametrize("error", [RecursionError("deep"), ValueError("odd")], ids=repr)
-def test_a_request_whose_text_fails_ends_alone(llm: LLM, error: Exception) -> None:
+def test_failing_stop_watch_fails_only_its_request(llm: LLM, error: Exception) -> None:
     def push(token_id: int) -> Any:
         raise error
 
-    company = Company(llm)
-    victim = company.join(random_ids(10, seed=6), LONG)
+    others = Company(llm)
+    victim = others.join(random_ids(10, seed=6), LONG)
     victim.sequences[0].watch.push = push  # type: ignore[method-assign]
-    until(company.engine, lambda: victim.finished)
-    assert victim.error is error and company.held_by(victim) == 0
-    company.finish()
+    until(others.engine, lambda: victim.finished)
+    assert victim.error is error and others.held_by(victim) == 0
+    others.finish()
 
 
-def test_processors_see_prompt_and_completion_and_a_copy_of_the_logits(llm: LLM) -> None:
+def test_processors_get_prompt_plus_completion_and_copied_logits(llm: LLM) -> None:
     seen: list[tuple[list[int], torch.Tensor]] = []
 
     def spoil(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -125,25 +125,25 @@ def test_processors_see_prompt_and_completion_and_a_copy_of_the_logits(llm: LLM)
     c = llm.generate(prompt, params)[0].outputs[0]
     assert [ids for ids, _ in seen] == [prompt + c.token_ids[:i] for i in range(3)]
     assert all(row.dtype == torch.float32 and row.shape == (128,) for _, row in seen)
-    # The log-probs of the model are those of what it said, not of what was made of it.
+    # `logprobs` are those of the model's own logits, `sampled_logprobs` of the processed ones.
     assert c.logprobs == llm.score(prompt + c.token_ids)[10:]
     assert c.sampled_logprobs is not None and max(c.sampled_logprobs) > max(c.logprobs)
 
 
-def test_a_request_over_its_time_ends_as_it_is(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    company = Company(llm)
-    victim = company.join(random_ids(10, seed=6), LONG.replace(timeout_s=1000.0, n=2))
-    until(company.engine, lambda: len(victim.sequences[0].output_ids) == 5)
+def test_timed_out_request_keeps_its_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = Company(llm)
+    victim = others.join(random_ids(10, seed=6), LONG.replace(timeout_s=1000.0, n=2))
+    until(others.engine, lambda: len(victim.sequences[0].output_ids) == 5)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 1001.0)
-    company.engine.step()
-    assert victim.result is not None and company.held_by(victim) == 0
+    others.engine.step()
+    assert victim.result is not None and others.held_by(victim) == 0
     assert [c.finish_reason for c in victim.result.outputs] == [FinishReason.TIMEOUT] * 2
     assert [len(c.token_ids) for c in victim.result.outputs] == [5, 5]
-    company.finish()
+    others.finish()
 
 
-def test_a_queue_has_an_end() -> None:
+def test_full_queue_raises_queue_full() -> None:
     with LLM(make_toy("llama"), max_sequences=2, max_waiting=3) as llm:
         assert len(llm.generate([random_ids(4, s) for s in range(5)], LONG)) == 5
         with pytest.raises(QueueFull, match=r"6 more .* max_waiting=3 and max_sequences=2"):
@@ -152,7 +152,7 @@ def test_a_queue_has_an_end() -> None:
 
 
 def joining(llm: LLM) -> tuple[Callable[..., Request], list[str]]:
-    """A function that lets a request join under a name, and the names in the order in which they end."""
+    """A function that submits a request under a name, and the names in the order in which they finish."""
     order: list[str] = []
 
     def join(name: str, waited_s: float = 0.0, **changes: Any) -> Request:
@@ -164,7 +164,7 @@ def joining(llm: LLM) -> tuple[Callable[..., Request], list[str]]:
     return join, order
 
 
-def test_a_better_priority_goes_first_and_takes_a_seat() -> None:
+def test_higher_priority_request_runs_first_and_preempts() -> None:
     with LLM(make_toy("llama"), max_sequences=2) as llm:
         engine, (join, order) = llm.engine, joining(llm)
         low = [join(f"low {i}", priority=1) for i in range(3)]
@@ -172,14 +172,14 @@ def test_a_better_priority_goes_first_and_takes_a_seat() -> None:
         join("high", priority=-1)
         join("middle", priority=0)
         engine.step()
-        engine.step()  # one makes way in a step
+        engine.step()  # one is preempted in a step
         assert {s.request.params.priority for s in engine.scheduler.running} == {-1, 0}
         while engine.step():
             pass
         assert order == ["high", "middle", "low 0", "low 1", "low 2"]
 
 
-def test_beams_that_start_again_at_every_step_leave_room_for_a_better_priority() -> None:
+def test_restarting_beams_do_not_block_higher_priority_request() -> None:
     with LLM(make_toy("llama"), max_sequences=8) as llm:
         engine, (join, order) = llm.engine, joining(llm)
         for priority in (0, 0, 1, 1):
@@ -194,7 +194,7 @@ def test_beams_that_start_again_at_every_step_leave_room_for_a_better_priority()
             engine.scheduler.pool.check()
 
 
-def test_a_minute_of_waiting_is_worth_a_step_of_priority() -> None:
+def test_waiting_one_minute_raises_priority_by_one() -> None:
     with LLM(make_toy("llama"), max_sequences=1) as llm:
         join, order = joining(llm)
         join("old", priority=2, waited_s=130.0)
@@ -205,8 +205,8 @@ def test_a_minute_of_waiting_is_worth_a_step_of_priority() -> None:
         assert order == ["old", "new", "newer"]
 
 
-def test_every_request_evicted_and_none_the_worse() -> None:
-    """Stop words, streams and routing records survive evictions, which Megatron loses."""
+def test_evictions_preserve_stops_streams_and_routing_records() -> None:
+    """Stop sequences, streams and routing records survive evictions; Megatron loses them."""
     model = make_toy("qwen3_moe")
     prompts = [random_ids(10 + 3 * i, seed=i) for i in range(8)]
     plain = SamplingParams(max_tokens=30, temperature=0.9, record_routing=True, logprobs=1)
@@ -230,7 +230,7 @@ def test_every_request_evicted_and_none_the_worse() -> None:
             engine.scheduler.pool.check()
             steps += 1
             if steps % 2 == 0:  # also between the two ids of a stop
-                engine.evict_all()
+                engine.call(engine.scheduler.evict_all)
         assert all(request.metrics.preemptions for request in requests)
         assert llm.stats()["blocks_used"] == 0
     for request, outbox, whole in zip(requests, deltas, expected, strict=True):
@@ -242,7 +242,7 @@ def test_every_request_evicted_and_none_the_worse() -> None:
         assert c.routing.shape == (len(request.prompt_ids) + len(c.token_ids) - 1, 3, 2)
 
 
-def test_a_replayed_record_gives_the_same_bits_and_other_experts_other_words() -> None:
+def test_replayed_routing_gives_same_bits_and_other_experts_other_logprobs() -> None:
     with LLM(make_toy("qwen3_moe"), block_size=4) as llm:
         prompt = random_ids(21, seed=4)
         params = SamplingParams(max_tokens=12, seed=3, record_routing=True, ignore_eos=True)
@@ -259,14 +259,14 @@ def test_a_replayed_record_gives_the_same_bits_and_other_experts_other_words() -
             assert routing is not None and routing[:10].equal(forced[:10])
             assert other.outputs[0].logprobs != result.outputs[0].logprobs
             assert other.num_cached_tokens == 0
-        # What was forced is not found by those whose routers are free.
+        # Prefixes computed with forced experts are not reused by requests without.
         assert facts(llm.generate(prompt, params)[0]) == facts(result)
 
 
-def test_an_interrupt_at_any_point_of_a_step_leaves_the_others_their_words(
+def test_ctrl_c_at_any_point_of_a_step_does_not_change_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ctrl-C in one caller's step while blocks change hands or requests grow: nobody else may notice."""
+    """Ctrl-C in one caller's step, while blocks are taken or sequences grow, affects no other request."""
     prompts, params = mixed_requests(12)
     model = make_toy("qwen3_moe")
     with LLM(model) as llm:
@@ -278,8 +278,8 @@ def test_an_interrupt_at_any_point_of_a_step_leaves_the_others_their_words(
         engine = llm.engine
         scheduler = engine.scheduler
         for owner, *names in (
-            (scheduler.pool, "take", "give_back"),
-            (scheduler.prefixes, "computed"),
+            (scheduler.pool, "take", "release"),
+            (scheduler.prefixes, "index_blocks"),
             (scheduler, "fork", "remove"),
             (engine.runner, "forward", "sample"),
             (Sequence, "push"),
@@ -293,7 +293,7 @@ def test_an_interrupt_at_any_point_of_a_step_leaves_the_others_their_words(
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_small_urgent_request_does_not_wait_for_a_large_prefill() -> None:
+def test_small_urgent_request_does_not_wait_for_large_prefill() -> None:
     with LLM(make_toy("llama"), max_batch_tokens=16) as llm:
         engine = llm.engine
         few = LONG.replace(max_tokens=3)

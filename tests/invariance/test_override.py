@@ -1,4 +1,4 @@
-"""The override of torch functions, which is on in the code of modules that call them directly."""
+"""The override of torch functions (`InvariantMode`), active in modules that call them directly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.toys import make_toy
 from verbatim.model.decoder import Decoder
 from verbatim.model.invariant import InvariantMode
 
-# Classes whose own code calls a function to replace, and one beside or around each.
+# Classes whose own code calls an overridden function, each with a sibling or parent whose code does not.
 CASES = {
     "apertus": ("XIELUActivation", "ApertusMLP"),
     "bamba": ("BambaMixer", "BambaDecoderLayer"),
@@ -24,11 +24,11 @@ CASES = {
     "kimi_linear": (
         "KimiLinearRMSNormGated",
         "KimiLinearMLP",
-    ),  # by an activation of transformers' table
+    ),  # through an activation from transformers' table
     "roberta": ("RobertaLMHead", "RobertaLayer"),
 }
 
-KNOWN = [name for name in CASES if name in sweep.names()]  # by this version of transformers
+KNOWN = [name for name in CASES if name in sweep.names()]  # known to this version of transformers
 
 
 def logits(decoder: Decoder) -> Tensor:
@@ -39,7 +39,7 @@ def logits(decoder: Decoder) -> Tensor:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_only_the_code_of_callers_runs_under_the_override(
+def test_override_is_active_only_in_modules_that_need_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = sweep.build(name)
@@ -67,7 +67,7 @@ def test_only_the_code_of_callers_runs_under_the_override(
 
 @pytest.mark.parametrize("name", KNOWN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_a_hook_puts_the_whole_forward_under_the_override_with_the_same_bits(
+def test_hook_activates_override_for_whole_forward_with_same_bits(
     name: str, dtype: torch.dtype
 ) -> None:
     model, modes = sweep.build(name).to(dtype), []
@@ -82,7 +82,7 @@ def test_a_hook_puts_the_whole_forward_under_the_override_with_the_same_bits(
     assert modes and all(isinstance(mode, InvariantMode) for mode in modes)
 
 
-def test_products_of_complex_numbers_do_not_depend_on_the_rows_beside_them() -> None:
+def test_complex_products_are_batch_invariant() -> None:
     noise = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, 33, 4, generator=noise, dtype=torch.complex64)
     with InvariantMode():
@@ -92,7 +92,7 @@ def test_products_of_complex_numbers_do_not_depend_on_the_rows_beside_them() -> 
     assert torch.equal(together, alone)
 
 
-def test_products_may_be_given_their_numbers_by_name() -> None:
+def test_overridden_mul_accepts_keyword_arguments() -> None:
     x = torch.randn(3, 4)
     with InvariantMode():
         assert torch.equal(torch.mul(input=x, other=x), x * x)
@@ -100,7 +100,7 @@ def test_products_may_be_given_their_numbers_by_name() -> None:
 
 
 class Gated(nn.Module):
-    """An MLP behind a gate, which its owner calls without `__call__`."""
+    """An MLP behind a gate. `Outer` calls its `forward` without `__call__`."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Outer(nn.Module):
 
 
 class Rare(Gated):
-    """A gate for some rows only, which may not be among those of an inspection."""
+    """A gate for some rows only, which the rows of an inspection may not include."""
 
     def forward(self, x: Tensor) -> Tensor:
         rare = x[..., 0] > 1.8
@@ -134,7 +134,7 @@ class Rare(Gated):
 @pytest.mark.parametrize(
     "classes", [(Outer, Outer, Outer), (Rare, Gated, Rare)], ids=["call", "branch"]
 )
-def test_code_that_is_not_transformers_own_runs_under_the_override(
+def test_custom_module_code_is_batch_invariant(
     classes: tuple[type[Any], ...],
 ) -> None:
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Models in memory with quantized weights: the tokens of the unpacked matrices, at the packed bytes."""
+"""Models with quantized weights: the tokens of the unpacked weights, in the memory of the packed ones."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from support.toys import make_toy, random_ids
 from verbatim import LLM, ModelError, NotSupported, Offload, SamplingParams, kernels
 from verbatim.errors import ModelChanged
 from verbatim.model.decoder import Decoder
-from verbatim.model.packed import PackedEmbedding, PackedLinear, packed_buffers
-from verbatim.model.packing import choose_packings
-from verbatim.model.quantization import Quantization, resolve_quantization
-from verbatim.model.quantize import pack, rounded, unpack, unpack_rows
-from verbatim.weights import packed_cache
-from verbatim.weights.lazy import Held
+from verbatim.model.quantizable import choose_packings
+from verbatim.model.quantized import QuantizedEmbedding, QuantizedLinear, quantized_weights
+from verbatim.quantization.formats import Quantization, resolve_quantization
+from verbatim.quantization.matrix import pack, rounded, unpack, unpack_selected
+from verbatim.weights import load
+from verbatim.weights.lazy import InMemory
 from verbatim.weights.load import load_weights
 
 TIED = dict(tie_word_embeddings=True)
@@ -43,7 +43,7 @@ ODD = dict(hidden_size=60, intermediate_size=100, num_attention_heads=6)  # rows
 def save_both(
     name: str, dtype: str, kind: Quantization, folder: Path, **changes: Any
 ) -> tuple[Path, Path]:
-    """A toy, and the toy with the numbers that packing and unpacking leave."""
+    """Save a toy, and the toy with its weights packed and unpacked again."""
     module = make_toy(name, dtype=DTYPES[dtype], **changes)
     module.save_pretrained(folder / "plain")
     with torch.no_grad():
@@ -80,7 +80,7 @@ PLACEMENTS = (
         for i, case in enumerate(CASES)
     ],
 )
-def test_the_words_are_those_of_the_unpacked_matrices(
+def test_quantized_results_match_unpacked_weights(
     name: str, dtype: str, quantization: Any, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     kind = resolve_quantization(quantization)
@@ -99,7 +99,7 @@ def test_the_words_are_those_of_the_unpacked_matrices(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sweep.supported())
-def test_every_architecture_gives_the_logits_of_its_unpacked_matrices(case: str) -> None:
+def test_every_architecture_quantized_gives_logits_of_unpacked_weights(case: str) -> None:
     def logits(module: Any) -> Any:
         return torch.cat(logits_of(Decoder(module), [0, 1, 2], sequences().whole))
 
@@ -108,18 +108,18 @@ def test_every_architecture_gives_the_logits_of_its_unpacked_matrices(case: str)
     with torch.no_grad():
         for weight, packing in choose_packings(module, kind).items():
             weight.copy_(rounded(weight, packing))
-    load_weights(packed, {p: Held(p.data) for p in packed.parameters()}, kind)
+    load_weights(packed, {p: InMemory(p.data) for p in packed.parameters()}, kind)
     assert torch.equal(logits(module), logits(packed))
 
 
 @pytest.mark.slow
-def test_without_kernels_the_words_are_the_same_too(tmp_path: Path) -> None:
+def test_quantized_model_matches_unpacked_weights_without_kernels(tmp_path: Path) -> None:
     script = """
 import sys
 from pathlib import Path
 from invariance import test_packed
-words = test_packed.test_the_words_are_those_of_the_unpacked_matrices
-schedules = test_packed.test_the_words_do_not_depend_on_the_schedule
+words = test_packed.test_quantized_results_match_unpacked_weights
+schedules = test_packed.test_quantized_activations_give_same_results_in_every_schedule
 cases = [(words, test_packed.CASES[i]) for i in (0, 2, 3, 5)]
 cases += [(schedules, test_packed.CASES_IN_INTEGERS[i]) for i in (0, 2)]
 for i, (same, case) in enumerate(cases):
@@ -133,35 +133,36 @@ for i, (same, case) in enumerate(cases):
 
 
 def filled(name: str, kind: Quantization, **changes: Any) -> Any:
-    """A toy in float32, packed, without an engine."""
+    """A packed float32 toy, without an engine."""
     packed = make_toy(name, **changes)
-    load_weights(packed, {p: Held(p.data) for p in packed.parameters()}, kind)
+    load_weights(packed, {p: InMemory(p.data) for p in packed.parameters()}, kind)
     return packed
 
 
-def test_a_packed_layer_has_the_shapes_and_dtype_of_its_weight() -> None:
+def test_packed_layer_keeps_shape_and_dtype_of_weight() -> None:
     kind = Quantization(4)
     plain, packed = make_toy("llama"), filled("llama", kind)
     linear = packed.model.layers[0].mlp.down_proj
-    assert type(linear) is PackedLinear
+    assert type(linear) is QuantizedLinear
     assert (linear.in_features, linear.out_features) == (96, 64) and linear.bias is None
     expected = plain.model.layers[0].mlp.down_proj.weight
-    again = rounded(expected.detach(), linear.packing)
+    again = rounded(expected.detach(), linear.matrix.packing)
     assert torch.equal(linear.weight, again) and linear.weight.dtype is torch.float32
     embedding, ids = packed.get_input_embeddings(), torch.tensor([[5, 0], [127, 5]])
-    assert type(embedding) is PackedEmbedding and isinstance(embedding, nn.Embedding)
+    assert type(embedding) is QuantizedEmbedding and isinstance(embedding, nn.Embedding)
     assert torch.equal(embedding(ids), embedding.weight[ids]) and embedding(ids).shape == (2, 2, 64)
-    assert torch.equal(unpack_rows(embedding.packed, embedding.packing, ids[0]), embedding(ids)[0])
+    table = embedding.matrix
+    assert torch.equal(unpack_selected(table.data, table.packing, ids[0]), embedding(ids)[0])
     plain, packed = make_toy("gpt2"), filled("gpt2", kind)
     linear, expected = packed.transformer.h[0].mlp.c_fc, plain.transformer.h[0].mlp.c_fc.weight
-    assert type(linear) is PackedLinear and linear.weight.shape == expected.shape
+    assert type(linear) is QuantizedLinear and linear.weight.shape == expected.shape
     plain, packed = make_toy("qwen3_moe"), filled("qwen3_moe", kind)
     experts = packed.model.layers[0].mlp.experts
     assert type(experts).__name__ == type(plain.model.layers[0].mlp.experts).__name__
     assert experts.gate_up_proj.shape == plain.model.layers[0].mlp.experts.gate_up_proj.shape
 
 
-# What the toys keep quantized besides embedding and head, and the matrices that they keep as they are.
+# The weights that are packed besides embedding and head, and the matrices that stay exact.
 _PROJECTIONS = r"model\.layers\.\d\.(self_attn|mlp)\.[a-z]+_proj\.weight"
 _TABLES = r"model\.embed_tokens\.weight|lm_head\.weight|transformer\.wte\.weight"
 PACKED = {
@@ -177,7 +178,7 @@ PACKED = {
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", PACKED)
-def test_info_tells_what_is_packed_how_large_and_how_far_off(
+def test_info_reports_packed_weights_their_size_and_error(
     name: str, placement: Any, folders: Callable[[str], Path]
 ) -> None:
     module, (pattern, exact) = make_toy(name), PACKED[name]
@@ -188,37 +189,39 @@ def test_info_tells_what_is_packed_how_large_and_how_far_off(
     with LLM(folders(name), quantization="int4", placement=placement) as llm:
         info = llm.info()
         units = None if placement is None else llm.engine.runner.weights.units
-    told = info["quantization"]
+    report = info["quantization"]
     if placement is not None and not module.config.tie_word_embeddings:
         # Its rows are looked up in the file.
-        assert told["rounded"] == ["model.embed_tokens.weight"]
+        assert report["rounded"] == ["model.embed_tokens.weight"]
         del named["model.embed_tokens.weight"]
-    wrong = all_of_it = 0.0
+    error = total = 0.0
     for parameter in named.values():
         weight = parameter.detach()
-        wrong += float((rounded(weight, packings[parameter]) - weight).double().square().sum())
-        all_of_it += float(weight.double().square().sum())
-    assert told["relative_error"] == pytest.approx((wrong / all_of_it) ** 0.5, rel=1e-4)
-    assert 0.05 < told["relative_error"] < 0.12
+        error += float((rounded(weight, packings[parameter]) - weight).double().square().sum())
+        total += float(weight.double().square().sum())
+    assert report["relative_error"] == pytest.approx((error / total) ** 0.5, rel=1e-4)
+    assert 0.05 < report["relative_error"] < 0.12
     count = sum(p.numel() for p in named.values())
-    assert told["bits_per_weight"] == pytest.approx(8 * told["bytes_after"] / count, abs=1e-3)
-    assert 4.4 < told["bits_per_weight"] < 5.2
-    assert told["format"] == "int4-g64-head8" and "/weights-int4-g64-head8/" in info["numerics_key"]
-    assert set(told["packed"]) == {re.sub(r"\.\d\.", ".*.", n) for n in named}
-    assert told["exact"] == exact
-    assert told["bytes_before"] == sum(p.nbytes for p in named.values())
+    assert report["bits_per_weight"] == pytest.approx(8 * report["bytes_after"] / count, abs=1e-3)
+    assert 4.4 < report["bits_per_weight"] < 5.2
+    assert (
+        report["format"] == "int4-g64-head8" and "/weights-int4-g64-head8/" in info["numerics_key"]
+    )
+    assert set(report["packed"]) == {re.sub(r"\.\d\.", ".*.", n) for n in named}
+    assert report["exact"] == exact
+    assert report["bytes_before"] == sum(p.nbytes for p in named.values())
     if units is None:
         left = sum(p.nbytes for n, p in module.named_parameters() if n not in named)
         assert info["parameters"] == sum(p.numel() for p in module.parameters())
-        assert info["weight_bytes"] == told["bytes_after"] + left
+        assert info["weight_bytes"] == report["bytes_after"] + left
     else:
         slots = [slot for slot in units.slots if slot.packing is not None]
         assert {slot.name for slot in slots} == named.keys()
-        assert told["bytes_after"] == sum(slot.packing.nbytes for slot in slots)
+        assert report["bytes_after"] == sum(slot.packing.nbytes for slot in slots)
         assert all(slot.tier == "disk" for slot in slots)
 
 
-# ---- Activations in 8 bits: another model than without, with the same tokens everywhere ----
+# ---- Activations in 8 bits: other results than without, the same in every schedule ----
 
 INTEGERS = Quantization(8, 64, 8, 8)
 CASES_IN_INTEGERS = [
@@ -239,7 +242,7 @@ CASES_IN_INTEGERS = [
         for i, case in enumerate(CASES_IN_INTEGERS)
     ],
 )
-def test_the_words_do_not_depend_on_the_schedule(
+def test_quantized_activations_give_same_results_in_every_schedule(
     name: str, dtype: str, quantization: Any, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     make_toy(name, dtype=DTYPES[dtype], **changes).save_pretrained(folder := tmp_path)
@@ -258,25 +261,27 @@ def test_the_words_do_not_depend_on_the_schedule(
 
 
 @pytest.mark.skipif(kernels.library() is None, reason="layers fuse by compiled kernels")
-def test_fused_layers_take_them(folders: Callable[[str], Path]) -> None:
+def test_w8a8_layers_are_fused(folders: Callable[[str], Path]) -> None:
     with LLM(folders("llama"), quantization="w8a8") as llm:
         fused = llm.info()["fused"]
         assert fused["layers"] == len(llm.engine.runner.module.model.layers) and not fused["plain"]
 
 
 @pytest.mark.skipif("hy_v4" not in sweep.cases(), reason="a newer transformers has it")
-def test_an_indexer_in_float32_is_given_rows_in_float32(tmp_path: Path) -> None:
+def test_float32_indexer_of_bfloat16_model_gives_same_bits_fused(tmp_path: Path) -> None:
     sweep.build("hy_v4").save_pretrained(tmp_path)
     found = []
     for fused in (True, False):
         with LLM(tmp_path, dtype="bfloat16", quantization="int8", fused=fused) as llm:
             proj = llm.engine.runner.decoder.module.model.layers[0].self_attn.indexer.weights_proj
-            assert proj.packing.dtype is torch.float32
+            assert proj.matrix.packing.dtype is torch.float32
             found.append(all_facts(llm.generate(*mixed_requests(4))))
     assert found[0] == found[1]
 
 
-def test_it_is_another_model_than_without(folders: Callable[[str], Path]) -> None:
+def test_activation_quantization_changes_logprobs_and_numerics_key(
+    folders: Callable[[str], Path],
+) -> None:
     requests = [random_ids(9, 1)], SamplingParams(max_tokens=4, logprobs=0, seed=1)
     found, keys = [], set()
     for quantization in ("int8", "w8a8", "int4", "w4a8"):
@@ -286,44 +291,44 @@ def test_it_is_another_model_than_without(folders: Callable[[str], Path]) -> Non
     assert len(keys) == 4 and found[0] != found[1] and found[2] != found[3]
 
 
-def test_layers_keep_their_weights() -> None:
-    """The numbers that weights are read back as are those without rounded activations."""
+def test_activation_quantization_does_not_change_weights() -> None:
+    """Weights unpack to the same values with and without quantized activations."""
     for changes in ({}, TIED):
         packed, plain = (filled("llama", k, **changes) for k in (INTEGERS, INTEGERS.of_weights))
         for ours, theirs in zip(packed.modules(), plain.modules(), strict=True):
-            if isinstance(ours, PackedLinear | PackedEmbedding):
+            if isinstance(ours, QuantizedLinear | QuantizedEmbedding):
                 assert torch.equal(ours.weight, theirs.weight)
         embedding, ids = packed.get_input_embeddings(), torch.tensor([[5, 0], [127, 5]])
         assert torch.equal(embedding(ids), plain.get_input_embeddings()(ids))
-        tied = packed.lm_head.packed is embedding.packed
-        assert tied == bool(changes) == embedding.packing.interleaved
-        assert packed.lm_head.packing.interleaved
+        tied = packed.lm_head.matrix.data is embedding.matrix.data
+        assert tied == bool(changes) == embedding.matrix.packing.interleaved
+        assert packed.lm_head.matrix.packing.interleaved
 
 
-def test_info_tells_what_multiplies_codes(tmp_path: Path) -> None:
+def test_info_reports_layers_with_quantized_activations(tmp_path: Path) -> None:
     make_toy("qwen3_moe", dtype=torch.bfloat16).save_pretrained(folder := tmp_path)
     with LLM(folder, quantization="w4a8") as llm:
-        info, told = llm.info(), llm.info()["quantization"]
+        info, report = llm.info(), llm.info()["quantization"]
         exact = sum(p.nbytes for p in llm.engine.runner.module.parameters())
         module = llm.engine.runner.module
-        bits = {name: packing.interleaved for name, _, packing in packed_buffers(module)}
-    assert told["format"] == "int4-g64-head8-a8" and told["activation_bits"] == 8
-    assert "model.layers.*.self_attn.q_proj.weight" in told["activations_packed"]
-    assert "lm_head.weight" in told["activations_packed"]
-    assert not any("embed" in n for n in told["activations_packed"])
-    assert "model.layers.*.mlp.experts.down_proj" in told["activations_packed"]
-    assert "model.layers.*.mlp.experts.gate_up_proj" in told["packed"]
+        bits = {name: packing.interleaved for name, _, packing in quantized_weights(module)}
+    assert report["format"] == "int4-g64-head8-a8" and report["activation_bits"] == 8
+    assert "model.layers.*.self_attn.q_proj.weight" in report["activations_packed"]
+    assert "lm_head.weight" in report["activations_packed"]
+    assert not any("embed" in n for n in report["activations_packed"])
+    assert "model.layers.*.mlp.experts.down_proj" in report["activations_packed"]
+    assert "model.layers.*.mlp.experts.gate_up_proj" in report["packed"]
     assert bits["lm_head.weight"] and bits["model.layers.0.mlp.experts.gate_up_proj"]
-    assert info["weight_bytes"] == told["bytes_after"] + exact
+    assert info["weight_bytes"] == report["bytes_after"] + exact
     with LLM(folder, quantization="int4") as llm:
         assert "activation_bits" not in llm.info()["quantization"]
 
 
-# ---- Life ----
+# ---- Sleep, and rejected weights ----
 
 
 @pytest.mark.parametrize(("quantization", "changes"), [("int4", {}), ("w4a8", TIED)])
-def test_the_weights_sleep_and_wake(
+def test_packed_weights_sleep_and_wake(
     quantization: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     make_toy("llama", dtype=torch.bfloat16, **changes).save_pretrained(tmp_path)
@@ -332,7 +337,7 @@ def test_the_weights_sleep_and_wake(
         expected = all_facts(llm.generate(*requests))
         module = llm.engine.runner.module
         llm.sleep(weights=True)
-        assert all(p.untyped_storage().nbytes() <= 8 for _, p, _ in packed_buffers(module))
+        assert all(p.untyped_storage().nbytes() <= 8 for _, p, _ in quantized_weights(module))
         assert module.lm_head.weight.isnan().all()
         llm.wake()
         assert all_facts(llm.generate(*requests)) == expected
@@ -342,14 +347,16 @@ def test_the_weights_sleep_and_wake(
             llm.wake()
 
 
-def test_what_can_not_be_packed_is_refused_by_name(folders: Callable[[str], Path]) -> None:
-    for quantization, said in (
+def test_models_and_weights_that_cannot_be_packed_are_rejected(
+    folders: Callable[[str], Path],
+) -> None:
+    for quantization, message in (
         ("int8", r"int8-g64.*live module.*save_pretrained"),
         ("w8a8", "int8-g64-a8"),
     ):
-        with pytest.raises(NotSupported, match=said):
+        with pytest.raises(NotSupported, match=message):
             LLM(make_toy("llama"), quantization=quantization)
-    with pytest.raises(NotSupported, match=r"nothing that the model multiplies is an nn\.Linear"):
+    with pytest.raises(NotSupported, match=r"the model has no nn\.Linear layers"):
         # GPT-2's own layers are Conv1D, and its head stays exact
         LLM(folders("gpt2"), quantization=Quantization(8, 64, None, 8))
     name = "model.layers.0.mlp.up_proj.weight"
@@ -363,7 +370,7 @@ def test_what_can_not_be_packed_is_refused_by_name(folders: Callable[[str], Path
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, 3e38], ids=str)
-def test_numbers_that_no_group_can_hold_are_refused_by_name(
+def test_nan_infinite_or_too_large_weight_is_rejected(
     wrong: float, placement: Any, tmp_path: Path
 ) -> None:
     module = make_toy("llama")
@@ -374,22 +381,20 @@ def test_numbers_that_no_group_can_hold_are_refused_by_name(
         LLM(tmp_path, quantization="int8", placement=placement)
 
 
-# ---- The cache ----
+# ---- The cache of packed weights ----
 
 
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for caches, used by models of any size."""
+    """The folder of the cache, which models of any size use."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(packed_cache, "_MIN_BYTES", 0)
+    monkeypatch.setattr(load, "_MIN_BYTES", 0)
     return tmp_path / "cache" / "verbatim"
 
 
 @pytest.fixture
 def packings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the weights that are packed from now on."""
-    from verbatim.weights import load
-
     seen: list[str] = []
     plain = load.pack_and_measure
 
@@ -406,7 +411,7 @@ def facts_of(folder: Path, quantization: Any = "int4", **options: Any) -> tuple[
         return all_facts(llm.generate(*mixed_requests(3))), llm.info()["quantization"]
 
 
-def test_a_model_is_packed_once(
+def test_packed_weights_are_cached(
     cached: Path, packings: list[str], folders: Callable[[str], Path]
 ) -> None:
     expected = facts_of(folders("llama"))
@@ -424,14 +429,14 @@ def test_a_model_is_packed_once(
 @pytest.mark.parametrize(
     "harm", ["flip", "cut", "grow", "empty", "header", "sums", "zeros", "long", "longer"]
 )
-def test_a_damaged_cache_is_made_anew(
+def test_damaged_packed_cache_is_rebuilt(
     harm: str, cached: Path, packings: list[str], folders: Callable[[str], Path]
 ) -> None:
     expected = facts_of(folders("llama"))
     (file,) = cached.iterdir()
     whole = file.read_bytes()
     half = len(whole) // 2
-    harmed = {
+    damaged = {
         "flip": whole[:half] + bytes([whole[half] ^ 16]) + whole[half + 1 :],
         "cut": whole[:-10],
         "grow": whole + b"more",
@@ -442,14 +447,14 @@ def test_a_damaged_cache_is_made_anew(
         "long": b"\xff" * 8 + whole[8:],  # the header's length
         "longer": (2**62).to_bytes(8, "little") + whole[8:],
     }[harm]
-    file.write_bytes(harmed)
+    file.write_bytes(damaged)
     packings.clear()
     assert facts_of(folders("llama")) == expected
-    if harm != "grow":  # what follows the tensors is nobody's
+    if harm != "grow":  # trailing bytes are ignored
         assert len(packings) == 23 and file.read_bytes() == whole
 
 
-def test_another_checkpoint_in_the_same_folder_is_packed_anew(
+def test_changed_checkpoint_in_same_folder_is_packed_again(
     cached: Path, packings: list[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
@@ -457,7 +462,8 @@ def test_another_checkpoint_in_the_same_folder_is_packed_anew(
     first = facts_of(folder)
     module = make_toy("llama")
     with torch.no_grad():
-        module.model.embed_tokens.weight[47] += 1  # what the first prompt is; no glimpse sees it
+        # The first prompt's token; a sampled fingerprint would miss it.
+        module.model.embed_tokens.weight[47] += 1
     module.save_pretrained(folder)
     packings.clear()
     second = facts_of(folder)
@@ -465,7 +471,7 @@ def test_another_checkpoint_in_the_same_folder_is_packed_anew(
 
 
 @pytest.mark.parametrize("problem", ["full disk", "read only", "a file in the way"])
-def test_without_room_for_a_cache_it_works_and_says_so(
+def test_unwritable_packed_cache_warns_and_model_still_works(
     problem: str,
     cached: Path,
     folders: Callable[[str], Path],
@@ -486,43 +492,41 @@ def test_without_room_for_a_cache_it_works_and_says_so(
     else:
         cached.rmdir()
         cached.write_text("")
-    told = r"\([A-Z][A-Za-z -]+\), so they are packed again whenever the model is opened"
-    with pytest.warns(RuntimeWarning, match=told):
+    message = r"\([A-Z][A-Za-z -]+\), so they are packed again whenever the model is opened"
+    with pytest.warns(RuntimeWarning, match=message):
         assert facts_of(folders("llama")) == expected
     assert cached.is_file() or list(cached.iterdir()) == []
 
 
-def test_opened_at_once_by_several_it_is_whole_for_all(
+def test_concurrent_opens_with_packed_cache_give_same_results(
     cached: Path, folders: Callable[[str], Path]
 ) -> None:
     expected, found = facts_of(folders("qwen3_moe")), []
 
-    def open_and_ask() -> None:
+    def open_and_generate() -> None:
         for _ in range(2):
             for file in cached.glob("*.safetensors"):
                 file.unlink(missing_ok=True)
             found.append(facts_of(folders("qwen3_moe")))
 
-    for opening in [in_thread(open_and_ask) for _ in range(3)]:
+    for opening in [in_thread(open_and_generate) for _ in range(3)]:
         opening.result()
     assert len(found) == 6 and all(facts == expected for facts in found)
     assert [file.suffix for file in cached.iterdir()] == [".safetensors"]
 
 
-def test_what_a_killed_process_left_unfinished_is_swept(
-    cached: Path, folders: Callable[[str], Path]
-) -> None:
+def test_stale_partial_cache_file_is_deleted(cached: Path, folders: Callable[[str], Path]) -> None:
     cached.mkdir(parents=True)
-    forsaken, fresh = cached / "old.part", cached / "new.part"
-    for path in (forsaken, fresh):
+    stale, fresh = cached / "old.part", cached / "new.part"
+    for path in (stale, fresh):
         path.write_bytes(b"half of it")
-    os.utime(forsaken, (0, 0))
+    os.utime(stale, (0, 0))
     facts_of(folders("llama"))
     assert sorted(path.suffix for path in cached.iterdir()) == [".part", ".safetensors"]
-    assert fresh.exists()  # somebody may be writing it
+    assert fresh.exists()  # another process may be writing it
 
 
-def test_small_models_leave_no_cache(
+def test_small_models_are_not_cached(
     folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -530,10 +534,10 @@ def test_small_models_leave_no_cache(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_cache_serves_both_kinds_of_activations(
+def test_packed_cache_is_shared_with_and_without_quantized_activations(
     cached: Path, folders: Callable[[str], Path]
 ) -> None:
-    """What is kept is what weights are packed as, whatever becomes of activations."""
+    """The cache holds packed weights, which do not depend on how activations are quantized."""
     requests = mixed_requests(3)
     expected = {}
     for _ in range(2):
@@ -564,15 +568,15 @@ with LLM(sys.argv[1], quantization="int4", kv_memory="4MB") as llm:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("open_count", [1, 2], ids=["packed", "cached"])
-def test_the_peak_is_the_packed_weights_and_little_more(open_count: int, tmp_path: Path) -> None:
+def test_peak_memory_is_close_to_packed_weights(open_count: int, tmp_path: Path) -> None:
     big = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=16, vocab_size=4096)
     make_toy("llama", dtype=torch.bfloat16, **big).save_pretrained(tmp_path / "model")
     for _ in range(open_count):
-        said = run_program("-c", _PEAK, tmp_path / "model", XDG_CACHE_HOME=str(tmp_path))
-    opened, peak, weight_bytes, kv_bytes = json.loads(said)
-    as_they_were = (tmp_path / "model" / "model.safetensors").stat().st_size
-    assert as_they_were > 3 * weight_bytes > 300e6
-    # Two of the largest matrices as they were read (8 MB each), and what an allocator keeps.
+        output = run_program("-c", _PEAK, tmp_path / "model", XDG_CACHE_HOME=str(tmp_path))
+    opened, peak, weight_bytes, kv_bytes = json.loads(output)
+    unpacked_bytes = (tmp_path / "model" / "model.safetensors").stat().st_size
+    assert unpacked_bytes > 3 * weight_bytes > 300e6
+    # Plus two of the largest matrices as read (8 MB each), and what the allocator keeps.
     assert opened < weight_bytes + kv_bytes + 128e6
     assert peak < weight_bytes + kv_bytes + 160e6
 
@@ -580,7 +584,7 @@ def test_the_peak_is_the_packed_weights_and_little_more(open_count: int, tmp_pat
 # ---- Other sources ----
 
 
-def test_a_checkpoint_without_safetensors_is_read_and_packed(tmp_path: Path) -> None:
+def test_checkpoint_without_safetensors_is_packed(tmp_path: Path) -> None:
     module = make_toy("llama")
     module.save_pretrained(tmp_path / "safe")
     module.config.save_pretrained(tmp_path / "bin")
@@ -593,7 +597,7 @@ def test_a_checkpoint_without_safetensors_is_read_and_packed(tmp_path: Path) -> 
         assert all_facts(llm.generate(*mixed_requests(3))) == expected[0]
 
 
-def test_the_small_model_in_the_package_takes_it() -> None:
+def test_bundled_model_can_be_quantized() -> None:
     with LLM(quantization="int8") as llm:
         params = SamplingParams(max_tokens=3, temperature=0.0)
         assert llm.generate("Once upon a time", params)[0].outputs[0].text

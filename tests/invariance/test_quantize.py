@@ -1,8 +1,7 @@
-"""Weights in 8 or 4 bits: how far off they are, and that the words are the same wherever they lie."""
+"""Weights in 8 or 4 bits: quantization error, kernels compared with torch, options, offloaded models."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -27,11 +26,12 @@ from verbatim import (
     TierFailed,
     kernels,
 )
+from verbatim.kernels.functions import addresses, kernel
+from verbatim.kernels.packing import BLOCK, BLOCKS, Encoding, Packing, WeightPacking
 from verbatim.model.differential import bit_equal
-from verbatim.model.groups import LARGEST, heads_of
-from verbatim.model.quantization import GROUP_SIZES, Quantization, resolve_quantization
-from verbatim.model.quantize import pack, pack_and_measure, squared_error, unpack
-from verbatim.model.weight_packing import BLOCK, BLOCKS, Encoding, WeightPacking
+from verbatim.quantization.formats import GROUP_SIZES, Quantization, resolve_quantization
+from verbatim.quantization.matrix import LARGEST, pack, pack_and_measure, unpack
+from verbatim.quantization.rows import heads_of
 
 KINDS = [Quantization(bits, size) for bits in (8, 4) for size in GROUP_SIZES]
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=[k.name for k in KINDS])
@@ -40,18 +40,18 @@ WEIGHTS = ((100, 0, 0), (0, 0, 100), (30, 40, 30))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Weights of many sizes."""
+    """Weights of widely varying magnitude."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.rand(shape, generator=generator) ** 4
     return (torch.randn(shape, generator=generator) * sizes).to(dtype)
 
 
 def packing_of(weight: Tensor, kind: Quantization, columns: bool = False) -> WeightPacking:
-    return WeightPacking(tuple(weight.shape), weight.dtype, kind, columns)
+    return kind.packing(weight.shape, weight.dtype, columns)
 
 
 def there_and_back(weight: Tensor, kind: Quantization, columns: bool = False) -> Tensor:
-    """By torch alone."""
+    """Pack and unpack with torch alone."""
     packing = packing_of(weight, kind, columns)
     return by("none", unpack)(pack(weight, packing), packing)
 
@@ -60,7 +60,7 @@ def there_and_back(weight: Tensor, kind: Quantization, columns: bool = False) ->
 
 
 def allowed(weight: Tensor, kind: Quantization) -> Tensor:
-    """What each element of rows may be off: half a step, whose ends are rounded outwards to bf16."""
+    """The largest error of each element: half a step, of groups whose ends are rounded outwards to bf16."""
     weight, most = weight.double(), []
     for group in weight.split(kind.group_size, -1):
         low, high = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
@@ -71,7 +71,7 @@ def allowed(weight: Tensor, kind: Quantization) -> Tensor:
 
 @EVERY_KIND
 @pytest.mark.parametrize("width", [1, 2, 31, 33, 60, 64, 100, 128, 1000])
-def test_no_element_is_more_than_half_a_step_off(width: int, kind: Quantization) -> None:
+def test_quantization_error_is_at_most_half_a_step(width: int, kind: Quantization) -> None:
     weight = random(40, width)
     weight[:5] *= 1e30
     weight[5:10] *= 1e-30
@@ -81,7 +81,7 @@ def test_no_element_is_more_than_half_a_step_off(width: int, kind: Quantization)
 
 
 @EVERY_KIND
-def test_a_model_in_bf16_rounds_once_more(kind: Quantization) -> None:
+def test_bf16_weights_unpack_to_rounded_float32_values(kind: Quantization) -> None:
     weight = random(8, 100, dtype=torch.bfloat16)
     exact = there_and_back(weight.float(), kind)
     assert bit_equal(there_and_back(weight, kind), exact.bfloat16())
@@ -89,7 +89,9 @@ def test_a_model_in_bf16_rounds_once_more(kind: Quantization) -> None:
 
 @EVERY_KIND
 @pytest.mark.parametrize("shape", [(60, 7), (64, 32), (1, 5), (3, 100, 40)], ids=str)
-def test_columns_are_rows_the_other_way_round(shape: tuple[int, ...], kind: Quantization) -> None:
+def test_packing_columns_equals_packing_transposed_rows(
+    shape: tuple[int, ...], kind: Quantization
+) -> None:
     weight = random(*shape)
     across = there_and_back(weight.transpose(-1, -2).contiguous(), kind)
     packing = packing_of(weight, kind, columns=True)
@@ -100,29 +102,29 @@ def test_columns_are_rows_the_other_way_round(shape: tuple[int, ...], kind: Quan
 
 
 @EVERY_KIND
-def test_zeros_stay_zero_and_ends_stay_near(kind: Quantization) -> None:
+def test_zeros_stay_zero_constants_stay_close_and_order_is_kept(kind: Quantization) -> None:
     weight = torch.zeros(4, 200)
     weight[1] = -0.0
     weight[2] = 0.3
     weight[3] = torch.linspace(-1, 1, 200)
-    made = there_and_back(weight, kind)
-    assert bit_equal(made[:2], torch.zeros(2, 200))
-    assert (made[2] - 0.3).abs().max() <= 0.3 / 128 / (2**kind.bits - 1)
+    unpacked = there_and_back(weight, kind)
+    assert bit_equal(unpacked[:2], torch.zeros(2, 200))
+    assert (unpacked[2] - 0.3).abs().max() <= 0.3 / 128 / (2**kind.bits - 1)
     assert bit_equal(there_and_back(weight[2:3].bfloat16(), kind), weight[2:3].bfloat16())
-    assert made[3].diff().min() >= 0
+    assert unpacked[3].diff().min() >= 0
 
 
 @EVERY_KIND
-def test_the_largest_and_smallest_numbers(kind: Quantization) -> None:
+def test_largest_and_smallest_weights_stay_finite_and_within_error(kind: Quantization) -> None:
     weight = torch.tensor([[LARGEST, -LARGEST, 0, 1], [1e-45, -1e-45, 3e-39, -1e-38]])
-    made = there_and_back(weight, kind)
-    assert made.isfinite().all()
-    assert ((made.double() - weight.double()).abs() <= allowed(weight, kind)).all()
+    unpacked = there_and_back(weight, kind)
+    assert unpacked.isfinite().all()
+    assert ((unpacked.double() - weight.double()).abs() <= allowed(weight, kind)).all()
 
 
 @pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf, 1e38, -1e38], ids=str)
-def test_what_no_group_can_hold_is_refused_by_name(wrong: float, columns: bool) -> None:
+def test_nan_infinite_or_too_large_weight_is_rejected(wrong: float, columns: bool) -> None:
     weight = random(70, 70)
     weight[66, 69] = wrong
     for backend in BACKENDS:
@@ -143,39 +145,39 @@ def test_what_no_group_can_hold_is_refused_by_name(wrong: float, columns: bool) 
     ],
     ids=str,
 )
-def test_sizes(kind: Quantization, width: int, nbytes: int) -> None:
+def test_packed_sizes_in_bytes(kind: Quantization, width: int, nbytes: int) -> None:
     for shape, columns in (((3, width), False), ((width, 3), True)):
-        packing = WeightPacking(shape, torch.float32, kind, columns)
+        packing = kind.packing(shape, torch.float32, columns)
         assert packing.nbytes == 3 * nbytes == len(pack(random(*shape), packing))
 
 
 @EVERY_KIND
 @pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("shape", [(0, 70), (70, 0), (2, 130, 70)], ids=str)
-def test_the_measured_error_is_that_of_all_elements(
+def test_squared_error_covers_all_elements(
     shape: tuple[int, ...], columns: bool, kind: Quantization, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verbatim.model.groups.PIECE", 1000)
+    monkeypatch.setattr("verbatim.quantization.matrix.PIECE", 1000)
     weight = random(*shape)
     packing = packing_of(weight, kind, columns)
-    wrong, all_of_it = squared_error(weight, pack(weight, packing), packing)
+    wrong, all_of_it = by("none", pack_and_measure)(weight, packing)[1]
     off = there_and_back(weight, kind, columns).double() - weight.double()
     assert wrong == pytest.approx(float(off.square().sum()), rel=1e-9)
     assert all_of_it == pytest.approx(float(weight.double().square().sum()), rel=1e-9)
 
 
-def test_packing_in_pieces_is_packing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_in_pieces_equals_packing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [(random(2, 150, 90), columns) for columns in (False, True)]
     whole = [pack(w, packing_of(w, KINDS[4], columns)) for w, columns in cases]
-    monkeypatch.setattr("verbatim.model.groups.PIECE", 700)
+    monkeypatch.setattr("verbatim.quantization.matrix.PIECE", 700)
     for (weight, columns), packed in zip(cases, whole, strict=True):
         packing = packing_of(weight, KINDS[4], columns)
         assert torch.equal(pack(weight, packing), packed)
-        made = by("none", unpack)(packed, packing)
-        assert bit_equal(made, unpack(packed, packing))
+        unpacked = by("none", unpack)(packed, packing)
+        assert bit_equal(unpacked, unpack(packed, packing))
 
 
-# What the largest number of a group may be off, over its size.
+# The largest error in a group, relative to the group's largest magnitude.
 OFF = {
     (Encoding.ZERO_POINT, 8): 1 / 255,
     (Encoding.ZERO_POINT, 4): 1 / 15,
@@ -190,14 +192,14 @@ OFF = {
 
 
 @pytest.mark.parametrize(("encoding", "bits"), OFF, ids=lambda value: str(value))
-def test_encodings_of_checkpoints_round_to_the_nearest(encoding: Encoding, bits: int) -> None:
+def test_checkpoint_encodings_round_to_nearest(encoding: Encoding, bits: int) -> None:
     weight = random(40, 130)
     weight[:5] *= 1e20
     weight[5:10] *= 1e-20
     weight[10] = 0
-    packing = dataclasses.replace(packing_of(weight, Quantization(bits, 64)), encoding=encoding)
-    made = by("none", unpack)(pack(weight, packing), packing)
-    for group, off in zip(weight.split(64, 1), (made - weight).split(64, 1), strict=True):
+    packing = WeightPacking((40, 130), weight.dtype, Packing(bits, 64, encoding))
+    unpacked = by("none", unpack)(pack(weight, packing), packing)
+    for group, off in zip(weight.split(64, 1), (unpacked - weight).split(64, 1), strict=True):
         wide = encoding in (Encoding.ZERO_POINT, Encoding.CENTERED)
         peak = group.abs().amax(1) * (2 if wide else 1)
         assert (off.abs().amax(1) <= OFF[encoding, bits] * 1.001 * peak).all()
@@ -216,14 +218,14 @@ def test_encodings_of_checkpoints_round_to_the_nearest(encoding: Encoding, bits:
         (Encoding.NVFP4, 4, 1 / 4),
     ],
 )
-def test_encodings_with_small_scales_round_to_the_nearest(
+def test_encodings_with_small_scales_round_to_nearest(
     encoding: Encoding, bits: int, off: float
 ) -> None:
     weight = random(40, 512)
     weight[10], weight[11] = 0, 5.0
-    packing = dataclasses.replace(packing_of(weight, Quantization(bits, 32)), encoding=encoding)
-    made = by("none", unpack)(pack(weight, packing), packing)
-    error = (made - weight).unflatten(1, (-1, 256)).abs().amax(-1)
+    packing = WeightPacking((40, 512), weight.dtype, Packing(bits, 32, encoding))
+    unpacked = by("none", unpack)(pack(weight, packing), packing)
+    error = (unpacked - weight).unflatten(1, (-1, 256)).abs().amax(-1)
     peak = weight.unflatten(1, (-1, 256)).abs().amax(-1)
     assert (error <= off * peak).all()
     with pytest.raises(ModelError, match="can't be quantized"):
@@ -243,7 +245,7 @@ def test_encodings_with_small_scales_round_to_the_nearest(
     shape=st.tuples(st.integers(0, 3), st.integers(0, 300), st.integers(0, 300)),
     seed=st.integers(0, 99),
 )
-def test_kernels_unpack_what_torch_unpacks_bit_for_bit(
+def test_kernels_unpack_bit_identical_to_torch(
     kind: Quantization,
     encoding: Encoding,
     dtype: torch.dtype,
@@ -254,18 +256,18 @@ def test_kernels_unpack_what_torch_unpacks_bit_for_bit(
     weight = random(*shape, dtype=dtype, seed=seed)
     either = encoding < Encoding.FP8 or encoding is Encoding.HALF or encoding in BLOCKS
     bits = kind.bits if either else 8 if encoding is Encoding.FP8 else 4
-    kind = dataclasses.replace(kind, bits=bits)
     if encoding in BLOCKS:  # whole blocks, by rows
         weight = random(*shape[:2], shape[2] // 60 * BLOCK, dtype=dtype, seed=seed)
         columns = False
-    packing = dataclasses.replace(packing_of(weight, kind, columns), encoding=encoding)
+    rows = Packing(bits, kind.group_size, encoding)
+    packing = WeightPacking(tuple(weight.shape), dtype, rows, columns)
     packed = pack(weight, packing)
     expected = by("none", unpack)(packed, packing)
     for name in LIBRARIES:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            made = by(name, unpack)(packed, packing)
-            assert bit_equal(made, expected), (name, threads)
+            unpacked = by(name, unpack)(packed, packing)
+            assert bit_equal(unpacked, expected), (name, threads)
 
 
 @pytest.mark.skipif(not LIBRARIES, reason="no kernels were built")
@@ -277,7 +279,7 @@ def test_kernels_unpack_what_torch_unpacks_bit_for_bit(
     size=st.sampled_from([1e-44, 1e-38, 1e-3, 1.0, 1e30]),
     seed=st.integers(0, 99),
 )
-def test_kernels_pack_what_torch_packs_bit_for_bit(
+def test_kernels_pack_bit_identical_to_torch(
     kind: Quantization, dtype: torch.dtype, shape: tuple[int, int, int], size: float, seed: int
 ) -> None:
     weight = random(*shape, seed=seed) * size
@@ -296,29 +298,31 @@ def test_kernels_pack_what_torch_packs_bit_for_bit(
 
 @pytest.mark.parametrize("kind", [Quantization(8, 32), Quantization(4, 128)], ids=lambda k: k.name)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_measured_while_packing_is_the_squared_error(
-    dtype: str, kind: Quantization
-) -> None:
+def test_kernels_measure_the_squared_error_of_torch(dtype: str, kind: Quantization) -> None:
     weight = random(50, 333, dtype=DTYPES[dtype])
     packing = packing_of(weight, kind)
     packed, squares = pack_and_measure(weight, packing)
-    assert torch.equal(packed, by("none", pack)(weight, packing))
-    assert squares == pytest.approx(squared_error(weight, packed, packing), rel=1e-6)
+    expected, expected_squares = by("none", pack_and_measure)(weight, packing)
+    assert torch.equal(packed, expected)
+    assert squares == pytest.approx(expected_squares, rel=1e-6)
 
 
 @pytest.mark.skipif(not LIBRARIES, reason="no kernels were built")
-@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
 @EVERY_KIND
-def test_kernels_write_nothing_beside_the_result(kind: Quantization, columns: bool) -> None:
+def test_unpack_kernels_do_not_write_outside_output(kind: Quantization) -> None:
     shape = (259, 1030)
-    packing = WeightPacking(shape, torch.bfloat16, kind, columns)
+    packing = kind.packing(shape, torch.bfloat16)
     packed = pack(random(*shape, dtype=torch.bfloat16), packing)
     expected = by("none", unpack)(packed, packing)
     room = torch.full((259 * 1030 + 64,), 7.0, dtype=torch.bfloat16)
     for name in LIBRARIES:
         room[32:-32] = 7.0
-        made = by(name, unpack)(packed, packing, out=room[32:-32].view(shape))
-        assert bit_equal(made, expected)
+        out = room[32:-32].view(shape)
+        with kernels.using(name):
+            function = kernel("vb_unpack_rows")
+            assert function is not None
+            function(*addresses(out, packed), *shape, packing.format, packing.rows.group, True)
+        assert bit_equal(out, expected)
         assert (room[:32] == 7).all() and (room[-32:] == 7).all()
 
 
@@ -335,7 +339,7 @@ def test_kernels_write_nothing_beside_the_result(kind: Quantization, columns: bo
     ],
     ids=str,
 )
-def test_numbers_that_are_not_built_are_refused(options: dict[str, Any]) -> None:
+def test_unsupported_quantization_values_are_rejected(options: dict[str, Any]) -> None:
     ((name, value),) = options.items()
     with pytest.raises(InvalidRequest, match=re.escape(f"{name}={value!r}")):
         Quantization(**options)
@@ -344,13 +348,13 @@ def test_numbers_that_are_not_built_are_refused(options: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     "value", ["int5", "INT8", "a8", "", 8, True, torch.int8, ["int8"]], ids=str
 )
-def test_other_names_are_refused(value: Any) -> None:
+def test_unknown_quantization_names_are_rejected(value: Any) -> None:
     allowed = "'int8', 'int4', 'w8a8', 'w4a8' or a Quantization"
     with pytest.raises(NotSupported, match=rf"{re.escape(f'quantization={value!r}')}.*{allowed}"):
         LLM(make_toy("llama"), quantization=value)
 
 
-def test_names_and_defaults() -> None:
+def test_quantization_names_and_defaults() -> None:
     assert resolve_quantization(None) is None
     assert resolve_quantization("int8") == Quantization(bits=8, group_size=64, head_bits=8)
     assert resolve_quantization("int4") == Quantization() == Quantization(4, 64, 8)
@@ -380,7 +384,7 @@ def quantized(folder: Path, quantization: Any, dtype: str = "float32", **setting
 
 
 @pytest.mark.parametrize("weights", [(0, 100, 0), (0, 0, 100)], ids=["memory", "disk"])
-def test_layers_have_their_quantized_bytes_while_they_are_lent(
+def test_offloaded_layers_hold_packed_bytes_while_in_use(
     weights: Any, folders: Callable[[str], Path]
 ) -> None:
     in_memory = weights[1] > 0
@@ -399,7 +403,7 @@ def test_layers_have_their_quantized_bytes_while_they_are_lent(
                 assert all(layer.weight.isnan().any() != in_memory for layer, _ in slot.holders)
 
 
-def test_closing_gives_the_packed_weights_back(
+def test_close_releases_packed_weights_and_disk_files(
     folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     for weights in WEIGHTS:
@@ -412,7 +416,7 @@ def test_closing_gives_the_packed_weights_back(
         assert sum(tensor.nbytes for tensor in held) == 0
 
 
-def test_a_disk_tier_without_room_is_told(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_full_disk_tier_raises_tier_failed(folders: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(TierFailed, match="disk_limit is 20000"):
         quantized(folders("llama"), "int4", disk=tmp_path, disk_limit=20_000)
     assert list(tmp_path.iterdir()) == []
@@ -420,8 +424,8 @@ def test_a_disk_tier_without_room_is_told(folders: Callable[[str], Path], tmp_pa
 
 @pytest.mark.parametrize("encoding", [Encoding.ZERO_POINT, Encoding.SIGNED, Encoding.HALF])
 @pytest.mark.parametrize("scale", [0.0, -1.5])
-def test_a_zero_has_the_same_sign_with_every_backend(encoding: Encoding, scale: float) -> None:
-    packing = WeightPacking((1, 32), torch.float32, Quantization(4, 32, None), encoding=encoding)
+def test_unpacked_zeros_are_positive_with_every_backend(encoding: Encoding, scale: float) -> None:
+    packing = WeightPacking((1, 32), torch.float32, Packing(4, 32, encoding))
     heads = heads_of(torch.tensor([[scale]]), torch.tensor([[8]]), encoding)
     codes = torch.arange(32, dtype=torch.uint8)[None, :16]
     packed = torch.cat([codes.flatten(), heads.view(torch.uint8).flatten()])

@@ -1,4 +1,4 @@
-"""K and V in 8 or 4 bits: how far off they are, that no schedule moves a bit, and what they take."""
+"""K and V in 8 or 4 bits: quantization error, bit-identical attention in any pieces, and memory."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ from support.poison import poison
 from support.toys import make_toy
 from verbatim import LLM, NotSupported, SamplingParams, kernels
 from verbatim.batch import AttentionBatch
-from verbatim.kernels.options import AttentionOptions, Packing
+from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.packing import Packing
 from verbatim.kv import attention
-from verbatim.kv.quantized import PACKINGS, pack, resolve_kv_dtype, unpack
 from verbatim.kv.store import KVStore, LayerShape, bytes_per_token
+from verbatim.quantization.formats import KV_PACKINGS, resolve_kv_dtype
+from verbatim.quantization.rows import pack_rows, unpack_rows
 
-KINDS = list(PACKINGS.values())
+KINDS = list(KV_PACKINGS.values())
 LIBRARIES = kernels.available()
 
 
@@ -47,17 +49,17 @@ def packing(request: pytest.FixtureRequest) -> Packing:
 
 @settings(max_examples=60)
 @given(st.integers(1, 200), st.sampled_from(KINDS), st.sampled_from([F32, BF16]))
-def test_no_element_is_more_than_half_a_step_off(
+def test_kv_quantization_error_is_at_most_half_a_step(
     width: int, packing: Packing, dtype: torch.dtype
 ) -> None:
     x = hard_rows(width, seed=width).to(dtype)
-    rows = pack(x, packing)
+    rows = pack_rows(x, packing)
     assert rows.shape == (16, 2, packing.row_bytes(width))
-    error = (unpack(rows, width, packing).double() - x.double()).abs()
+    error = (unpack_rows(rows, width, packing).double() - x.double()).abs()
     first = packing.code_bytes(width)
     scales = rows[..., first:].contiguous().view(BF16)[..., ::2].double()
     steps = scales.repeat_interleave(packing.group, -1)[..., :width]
-    rounding = x.double().abs() * 2**-23 + 1e-43  # of float32, which it is read back in
+    rounding = x.double().abs() * 2**-23 + 1e-43  # of float32, to which it is unpacked
     assert (error <= steps / 2 * (1 + 1e-4) + rounding).all()
     # The step is the group's range over its levels, but for the rounding of its ends to bf16.
     for group, scale in zip(x.double().split(packing.group, -1), scales.unbind(-1), strict=True):
@@ -66,10 +68,10 @@ def test_no_element_is_more_than_half_a_step_off(
         assert (scale <= most).all()
 
 
-def test_what_is_not_finite_is_nan_in_its_group_alone(packing: Packing) -> None:
+def test_non_finite_value_makes_only_its_group_nan(packing: Packing) -> None:
     x = hard_rows(150)[6:10]
     x[0, 0, 0], x[1, 1, 149], x[2, 0, 70] = torch.nan, torch.inf, -torch.inf
-    back = unpack(pack(x, packing), 150, packing)
+    back = unpack_rows(pack_rows(x, packing), 150, packing)
     for group, read in zip(x.split(packing.group, -1), back.split(packing.group, -1), strict=True):
         bad = ~group.isfinite().all(-1)
         assert read[bad].isnan().all()
@@ -95,7 +97,7 @@ def test_kernel_packs_the_same_bytes_as_the_reference(
             by(name, attention.write_kv)(k, v, *stores, slots, packing)
             for rows, store in ((k, stores[0]), (v, stores[1])):
                 by_slot = store.transpose(1, 2).flatten(0, 1)
-                assert torch.equal(by_slot[slots], pack(rows, packing))
+                assert torch.equal(by_slot[slots], pack_rows(rows, packing))
                 untouched = torch.ones(20, dtype=torch.bool).index_fill(0, slots, False)
                 assert (by_slot[untouched] == 7).all()
 
@@ -104,8 +106,8 @@ def test_kernel_packs_the_same_bytes_as_the_reference(
 
 
 def read_back(what: Story, packing: Packing) -> Story:
-    """`what`, with the keys and values that a packed store gives back to its queries."""
-    rows = (unpack(pack(x, packing), x.shape[2], packing) for x in (what.k, what.v))
+    """`what`, with its keys and values packed and unpacked."""
+    rows = (unpack_rows(pack_rows(x, packing), x.shape[2], packing) for x in (what.k, what.v))
     k, v = (x.to(what.q.dtype) for x in rows)
     return replace(what, k=k, v=v)
 
@@ -116,7 +118,7 @@ def read_back(what: Story, packing: Packing) -> Story:
     + [("none", SHAPES[0]), ("none", SHAPES[3])],
     ids=str,
 )
-def test_attention_has_the_bits_of_attention_over_what_was_unpacked(
+def test_attention_over_packed_kv_matches_attention_over_unpacked_kv(
     backend: str, shape: Shape, packing: Packing
 ) -> None:
     for dtype, kind in ((F32, "all"), (BF16, "plain")):
@@ -137,7 +139,7 @@ def test_attention_has_the_bits_of_attention_over_what_was_unpacked(
 # ---- The store ----
 
 
-def test_blocks_are_copied_counted_poisoned_and_released(packing: Packing) -> None:
+def test_packed_store_copies_poisons_and_releases_blocks(packing: Packing) -> None:
     shapes = [LayerShape(2, 12, 20), LayerShape(1, 70, 33)]
     store = KVStore(shapes, 5, 4, packing, torch.device("cpu"))
     assert store.dtype_name == packing.name
@@ -179,7 +181,7 @@ def test_blocks_are_copied_counted_poisoned_and_released(packing: Packing) -> No
         ("int4", 3 * 2 * 2 * (10 + 4)),
     ],
 )
-def test_bytes_are_exact(kv_dtype: str, per_token: int) -> None:
+def test_reported_kv_bytes_are_exact(kv_dtype: str, per_token: int) -> None:
     with LLM(make_toy("qwen3"), kv_dtype=kv_dtype, kv_memory=100_000, max_sequences=999) as llm:
         info = llm.info()
         held = llm.engine.runner.store.nbytes
@@ -203,21 +205,21 @@ def test_bytes_are_exact(kv_dtype: str, per_token: int) -> None:
         ("int4", 128, 80),
     ],
 )
-def test_row_sizes(name: str, width: int, size: int) -> None:
-    packing = PACKINGS[name]
-    assert packing.row_bytes(width) == size == pack(torch.zeros(1, width), packing).shape[1]
+def test_packed_row_sizes(name: str, width: int, size: int) -> None:
+    packing = KV_PACKINGS[name]
+    assert packing.row_bytes(width) == size == pack_rows(torch.zeros(1, width), packing).shape[1]
 
 
-def test_a_dtype_that_is_not_there_is_refused_with_those_that_are() -> None:
-    assert resolve_kv_dtype("torch.int8") is resolve_kv_dtype(torch.int8) is PACKINGS["int8"]
+def test_unknown_kv_dtype_is_rejected_with_list_of_supported_ones() -> None:
+    assert resolve_kv_dtype("torch.int8") is resolve_kv_dtype(torch.int8) is KV_PACKINGS["int8"]
     assert resolve_kv_dtype(torch.bfloat16) is torch.bfloat16
     for name in ("int3", torch.float16, "fp8", 8):
         with pytest.raises(NotSupported, match=r"kv_dtype=.*bfloat16.*float32.*int4.*int8"):
             LLM(make_toy("llama"), kv_dtype=name)
 
 
-def test_logprobs_stay_close_on_a_trained_model() -> None:
-    """About four times what benchmarks/kv.py measured, so that only a mistake can break it."""
+def test_logprobs_stay_close_with_quantized_kv_on_trained_model() -> None:
+    """The limits are about four times what benchmarks/kv.py measured, so that only a defect exceeds them."""
     text = "Once upon a time there was an old lighthouse keeper who lived alone by the sea."
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=150, ignore_eos=True)
     with LLM(max_sequences=4) as llm:

@@ -1,4 +1,4 @@
-"""The table of what does not go together: each row is refused, and nothing that is refused is missing."""
+"""The docs' table of unsupported combinations: each row is tested here, and is rejected."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from verbatim import (
     SamplingParams,
     UnsupportedModel,
 )
-from verbatim.device import Device
+from verbatim.model.device import Device
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 
 def rows() -> list[tuple[str, str]]:
-    """The first two cells of each row of the table, without quotes."""
+    """The first two cells of each row of the table, without backticks."""
     section = PAGE.read_text().split("## Unsupported combinations")[1].split("\n## ")[0]
     cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
     return [(this.replace("`", ""), other.replace("`", "")) for this, other, _ in cells[2:]]
@@ -58,9 +58,9 @@ def traced(path: Path) -> None:
 
 
 def attending_on_the_cpu(path: Path) -> None:
-    gpu = Device(torch.device("cpu"), batch_invariant=True, apart=True)  # stands for one
+    gpu = Device(torch.device("cpu"), batch_invariant=True, is_separate=True)  # stands in for a GPU
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verbatim.llm.resolve_device", lambda *_: gpu)
+        patch.setattr("verbatim.api.llm.resolve_device", lambda *_: gpu)
         opened("llama", placement=Offload(cpu_cache_compute=True))(path)
 
 
@@ -69,7 +69,7 @@ def asleep(_: Path) -> None:
         llm.sleep(weights=True)
 
 
-# The call of each row, and what its message must name.
+# For each row, a call that must fail, and a pattern of its message.
 CALLS: dict[tuple[str, str], tuple[Callable[[Path], None], str]] = {
     ('draft="mtp"', "a model without MTP layers"): (
         opened("llama", draft="mtp"),
@@ -112,12 +112,14 @@ CALLS: dict[tuple[str, str], tuple[Callable[[Path], None], str]] = {
 }
 
 
-def test_every_row_is_tried() -> None:
+def test_docs_table_and_tested_combinations_match() -> None:
     assert set(rows()) == set(CALLS)
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id="-".join(row)) for row in CALLS])
-def test_a_row_is_refused_by_name(row: tuple[str, str], tmp_path: Path) -> None:
+def test_unsupported_combination_is_rejected_and_named(
+    row: tuple[str, str], tmp_path: Path
+) -> None:
     attempt, names = CALLS[row]
     with pytest.raises((NotSupported, UnsupportedModel)) as refusal:
         attempt(tmp_path)

@@ -1,4 +1,4 @@
-"""What is computed once and used often: prompts that begin alike, samples, and beams."""
+"""Shared computation: common prefixes of prompts, and samples of one prompt."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def llm(folder: Any) -> Iterator[LLM]:
         yield opened
 
 
-def test_eight_samples_compute_their_prompt_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_one_request_compute_prompt_once(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows, prompt = Rows(llm, monkeypatch), random_ids(1000, seed=1)
     params = SamplingParams(n=8, max_tokens=5, seed=4, ignore_eos=True)
     result = llm.generate(prompt, params)[0]
@@ -60,7 +62,7 @@ def test_eight_samples_compute_their_prompt_once(llm: LLM, monkeypatch: pytest.M
         assert (c.token_ids, c.logprobs) == (solo.outputs[0].token_ids, solo.outputs[0].logprobs)
 
 
-def test_more_samples_than_seats_share_one_prefill_too(
+def test_more_samples_than_max_sequences_share_one_prefill(
     folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, params = random_ids(41, seed=2), SamplingParams(n=11, max_tokens=4, seed=4)
@@ -69,11 +71,12 @@ def test_more_samples_than_seats_share_one_prefill_too(
     with LLM(folder, block_size=8, max_sequences=3, prefix_cache=False) as llm:
         rows = Rows(llm, monkeypatch)
         assert facts(llm.generate(prompt, params)[0]) == expected
-        assert rows.take()[0] == 41 and sum(rows.counts) == 0
+        prefill, *decode = rows.take()
+        assert prefill == 41 and max(decode) <= 3
         assert llm.stats()["preemptions"] == 0 and llm.stats()["blocks_used"] == 0
 
 
-def test_a_second_equal_prompt_reports_its_cached_tokens(
+def test_repeated_prompt_reports_its_cached_tokens(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, prompt = Rows(llm, monkeypatch), random_ids(100, seed=3)
@@ -84,7 +87,7 @@ def test_a_second_equal_prompt_reports_its_cached_tokens(
     assert facts(first) == facts(second)
 
 
-def test_the_next_turn_finds_the_completion_of_the_last(llm: LLM) -> None:
+def test_next_turn_reuses_completion_of_previous_turn(llm: LLM) -> None:
     prompt = random_ids(30, seed=3)
     turn = llm.generate(prompt, GREEDY.replace(max_tokens=20))[0]
     follow_up = prompt + turn.outputs[0].token_ids + random_ids(9, seed=4)
@@ -92,7 +95,7 @@ def test_the_next_turn_finds_the_completion_of_the_last(llm: LLM) -> None:
     assert result.num_cached_tokens == 48  # 49 positions were computed, in blocks of 8
 
 
-def test_prompts_that_wait_for_the_same_prefix_compute_it_once(
+def test_concurrent_prompts_with_same_prefix_compute_it_once(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, prompt = Rows(llm, monkeypatch), random_ids(64, seed=5)
@@ -104,7 +107,7 @@ def test_prompts_that_wait_for_the_same_prefix_compute_it_once(
     assert all_facts(results) == [facts(llm.generate(p, GREEDY)[0]) for p in prompts]
 
 
-def test_salts_keep_tenants_apart(llm: LLM) -> None:
+def test_prefixes_are_not_shared_across_cache_salts(llm: LLM) -> None:
     prompt = random_ids(40, seed=7)
     found = [
         llm.generate(prompt, GREEDY.replace(cache_salt=salt))[0].num_cached_tokens
@@ -113,7 +116,7 @@ def test_salts_keep_tenants_apart(llm: LLM) -> None:
     assert found == [0, 0, 0, 32, 0, 32]
 
 
-def test_a_prefix_hit_changes_no_prompt_logprob(llm: LLM) -> None:
+def test_prompt_logprobs_are_unaffected_by_cached_prefix(llm: LLM) -> None:
     """Megatron moves a completion's log-probs into the prompt's when a prefix is found."""
     prompt = random_ids(60, seed=8)
     params = SamplingParams(temperature=0, max_tokens=5, logprobs=2, prompt_logprobs=2, seed=0)
@@ -125,7 +128,7 @@ def test_a_prefix_hit_changes_no_prompt_logprob(llm: LLM) -> None:
     assert llm.score(prompt) == first.prompt_logprobs
 
 
-def test_the_longest_unused_prefix_goes_first_and_its_end_before_its_beginning(
+def test_prefix_blocks_are_evicted_least_recently_used_and_last_block_first(
     folder: Any,
 ) -> None:
     with LLM(folder, block_size=8, kv_memory=8 * 12 * 768) as llm:
@@ -142,7 +145,7 @@ def test_the_longest_unused_prefix_goes_first_and_its_end_before_its_beginning(
         llm.engine.scheduler.pool.check()
 
 
-def test_a_switched_off_cache_finds_nothing_and_answers_the_same(
+def test_disabled_prefix_cache_has_no_hits_and_same_results(
     folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, params = mixed_requests()
@@ -155,7 +158,7 @@ def test_a_switched_off_cache_finds_nothing_and_answers_the_same(
         assert llm.stats()["cached_tokens"] == 0 and llm.stats()["blocks_cached"] == 0
 
 
-def test_a_live_modules_cache_does_not_outlive_its_weights() -> None:
+def test_live_module_does_not_reuse_prefixes_after_weights_change() -> None:
     module, prompt = make_toy("llama"), random_ids(40, seed=12)
     with LLM(module, block_size=8) as llm:
         before = llm.generate([prompt, prompt], GREEDY)

@@ -1,4 +1,4 @@
-"""Defects of other engines with recurrent layers, each as a test; the numbers are those of their issues."""
+"""Known defects of other engines with recurrent layers, a test for each; numbers are those of the issues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verbatim.draft import Mtp
 ONE_OF_EACH = ["qwen3_5", "granite_dense", "lfm2", "mamba"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0, seed=1)
 SYSTEM = random_ids(40, seed=3)
-# Prompts that repeat themselves, so that lookups draft, behind one system prompt.
+# Prompts that repeat themselves, so that prompt lookup drafts, after a common system prompt.
 PROMPTS = [SYSTEM + random_ids(5, seed=s) * 4 for s in range(4)]
 
 
@@ -25,7 +25,7 @@ def plain(model: Any, prompts: list[list[int]], **options: Any) -> list[Any]:
         return [facts(llm.generate([prompt], GREEDY)[0]) for prompt in prompts]
 
 
-def test_mtp_with_a_prefix_cache_changes_no_bit() -> None:
+def test_mtp_with_prefix_cache_gives_same_bits() -> None:
     """SkyRL 1981, vLLM 47194 and 53912: accuracy fell from 25.6 to 8.8 %."""
     pair = toy("qwen3_5", 1)
     expected = plain(pair.main, PROMPTS)
@@ -38,7 +38,7 @@ def test_mtp_with_a_prefix_cache_changes_no_bit() -> None:
 
 @pytest.mark.parametrize("draft", ["ngram", "early-exit"])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_drafts_leave_the_prefix_cache_on(name: str, draft: str) -> None:
+def test_drafts_do_not_disable_prefix_cache(name: str, draft: str) -> None:
     """vLLM 54360: speculation silently switched prefix hits off."""
     with LLM(make_toy(name), draft=draft, num_draft_tokens=3, block_size=4) as llm:
         keep_prefixes(llm)
@@ -49,7 +49,7 @@ def test_drafts_leave_the_prefix_cache_on(name: str, draft: str) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 3, 7])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_a_prompt_as_long_as_a_draft_and_one_token_keeps_its_state(name: str, tokens: int) -> None:
+def test_prompt_of_draft_length_plus_one_is_not_taken_for_draft(name: str, tokens: int) -> None:
     """vLLM 53051: a prompt of 1 + draft tokens was taken for a draft."""
     model, prompts = make_toy(name), [[7] * (tokens + 1), random_ids(tokens + 1, seed=5)]
     expected = plain(model, prompts)
@@ -61,9 +61,7 @@ def test_a_prompt_as_long_as_a_draft_and_one_token_keeps_its_state(name: str, to
     ("prompt", "decode"), [(64, 8), (60, 8), (30, 20), (128, 10), (63, 4), (1, 70), (127, 4)]
 )
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_a_replay_in_one_piece_gives_the_log_probs_of_decode(
-    name: str, prompt: int, decode: int
-) -> None:
+def test_scoring_in_one_pass_gives_logprobs_of_decode(name: str, prompt: int, decode: int) -> None:
     """SGLang 13309: chunks of a prompt and steps of decode computed other numbers."""
     params = GREEDY.replace(max_tokens=decode, temperature=1.0, seed=9)
     with LLM(make_toy(name), prefix_cache=False) as llm:

@@ -1,4 +1,4 @@
-"""Models with recurrent layers, one of each family: all lengths, chunks and threads, NaN, little memory."""
+"""Recurrent models, one of each family: lengths, chunks, threads, drafts, NaN, and little memory."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs
 
 
 @two_fast
-def test_a_prefix_of_any_length_to_200_is_found_and_changes_no_bit(name: str) -> None:
+def test_prefix_of_any_length_to_200_is_cached_with_same_bits(name: str) -> None:
     stem, tail = random_ids(200, seed=7), random_ids(5, seed=8)
-    # Every place in a block of 4 tokens, and in a chunk of 64.
-    model, lengths = make_toy(name), range(1, 201, 3)
+    # Every offset in a block of 4 tokens, and in a chunk of 64.
+    model, lengths = make_toy(name), range(1, 201, 5)
     expected = generated(LLM(model, prefix_cache=False), [stem[:n] + tail for n in lengths], GREEDY)
     with LLM(model, block_size=4) as llm:
         keep_prefixes(llm)
         for n, same in zip(lengths, expected, strict=True):
-            for _ in range(2):  # where a prompt leaves another one is cached the second time
+            for _ in range(2):  # the state where two prompts diverge is cached the second time
                 result = llm.generate([stem[:n] + tail], GREEDY)[0]
                 assert facts(result) == same, n
             assert result.num_cached_tokens == (n + len(tail) - 1) // 4 * 4
@@ -47,19 +47,19 @@ def test_a_prefix_of_any_length_to_200_is_found_and_changes_no_bit(name: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT_FAMILIES)
-def test_chunks_of_1_to_70_tokens_change_no_bit(name: str) -> None:
+def test_chunks_of_1_to_70_tokens_give_same_bits(name: str) -> None:
     prompts = [random_ids(n, seed=n) for n in (150, 3, 71)]
     params = GREEDY.replace(prompt_logprobs=0)
     with LLM(make_toy(name), prefix_cache=False) as llm:
         expected = all_facts(llm.generate(prompts, params))
-        for size in (1, 2, 3, 4, 5, 7, 8, 13, 15, 16, 17, 31, 32, 33, 63, 64, 65, 70):
+        for size in (1, 3, 4, 8, 15, 16, 17, 33, 64, 70):
             llm.engine.scheduler.max_batch_tokens = size
             assert all_facts(llm.generate(prompts, params)) == expected, size
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT_FAMILIES)
-def test_threads_change_no_bit(name: str) -> None:
+def test_number_of_threads_does_not_change_bits(name: str) -> None:
     # Wide enough that work is shared among threads, in heads as well as in columns.
     wide = dict(mamba_d_head=64) if name == "granite_dense" else {}
     model = make_toy(name, hidden_size=256, intermediate_size=512, **wide)
@@ -72,7 +72,7 @@ def test_threads_change_no_bit(name: str) -> None:
 
 
 @two_fast
-def test_drafts_with_any_number_of_accepted_tokens_change_no_bit(name: str) -> None:
+def test_drafts_with_any_number_of_accepted_tokens_give_same_bits(name: str) -> None:
     prompts = [random_ids(n, seed=n) for n in (17, 1, 40)]
     params = SamplingParams(max_tokens=80, seed=5, ignore_eos=True)
     model = make_toy(name)
@@ -87,16 +87,16 @@ def test_drafts_with_any_number_of_accepted_tokens_change_no_bit(name: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
-def test_100_sessions_share_a_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have room for a few states only; the others are computed again."""
+@pytest.mark.parametrize("name", RECURRENT_FAMILIES[::2])
+def test_100_sessions_share_20_state_slots(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a few states fit; the others are computed again."""
     model, count = make_toy(name), 100
     turns = [[random_ids(6 + i % 5, seed=1000 * t + i) for i in range(count)] for t in (1, 2)]
     with LLM(model) as llm:
         first = llm.generate(turns[0], GREEDY)
-        said = [a + r.outputs[0].token_ids for a, r in zip(turns[0], first, strict=True)]
-        asked = [a + b for a, b in zip(said, turns[1], strict=True)]
-        expected = [r.outputs[0].token_ids for r in llm.generate(asked, GREEDY)]
+        histories = [a + r.outputs[0].token_ids for a, r in zip(turns[0], first, strict=True)]
+        prompts = [a + b for a, b in zip(histories, turns[1], strict=True)]
+        expected = [r.outputs[0].token_ids for r in llm.generate(prompts, GREEDY)]
         info = llm.info()
     budget = 20 * info["state_bytes"] + (count + 8) * 32 * max(1, info["kv_bytes_per_token"])
     monkeypatch.setattr(EngineOptions, "num_states", lambda self, state_bytes: 20)
@@ -117,7 +117,7 @@ def test_100_sessions_share_a_budget(name: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
-def test_2000_requests_stay_within_the_slots(name: str, monkeypatch: Any) -> None:
+def test_2000_random_requests_stay_within_12_state_slots(name: str, monkeypatch: Any) -> None:
     """Equal prompts, branching prompts, samples, drafts, aborts and evictions, in a random order."""
     model, draw = make_toy(name), random.Random(3)
     stems = [random_ids(n, seed=n) for n in (8, 21, 40)]
@@ -141,7 +141,7 @@ def test_2000_requests_stay_within_the_slots(name: str, monkeypatch: Any) -> Non
             if number % 17 == 0:
                 engine.abort(waiting.pop(draw.randrange(len(waiting)))[1])
             if number % 301 == 0:
-                engine.evict_all()
+                engine.call(engine.scheduler.evict_all)
             while len(waiting) > draw.randrange(1, 12):
                 engine.step()
                 slots.check()
@@ -173,7 +173,7 @@ def nan_embedding(model: Any) -> Iterator[None]:
 
 
 @parametrize_combinations(name=RECURRENT_FAMILIES, draft=[None, "ngram"])
-def test_a_state_of_nan_fails_its_request_alone(name: str, draft: str | None) -> None:
+def test_nan_state_fails_only_its_request(name: str, draft: str | None) -> None:
     model, params = make_toy(name, tie_word_embeddings=False), MORE.replace(bad_words=[[NAN_ID]])
     good = [[i for i in random_ids(n, seed=n) if i != NAN_ID] for n in (9, 40, 3)]
     bad = [[*random_ids(12, seed=1), NAN_ID, *random_ids(3, seed=2)], [NAN_ID]]
@@ -191,7 +191,7 @@ def test_a_state_of_nan_fails_its_request_alone(name: str, draft: str | None) ->
 
 
 @pytest.mark.parametrize("name", slow_but(RECURRENT_FAMILIES[::3], RECURRENT_FAMILIES))
-def test_without_room_for_snapshots_prompts_are_computed_again(
+def test_results_are_same_without_room_for_state_snapshots(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, prompt = make_toy(name), random_ids(33, seed=1)
@@ -206,7 +206,7 @@ def test_without_room_for_snapshots_prompts_are_computed_again(
 
 
 @pytest.mark.parametrize("name", slow_but(RECURRENT_FAMILIES[::3], RECURRENT_TOYS))
-def test_a_budget_below_one_state_is_refused_by_name(name: str) -> None:
+def test_kv_memory_below_one_state_raises_out_of_blocks(name: str) -> None:
     model = make_toy(name)
     with LLM(model) as llm:
         needed = 6 * llm.info()["state_bytes"]
@@ -215,7 +215,7 @@ def test_a_budget_below_one_state_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but(RECURRENT_FAMILIES[::3], RECURRENT_FAMILIES))
-def test_samples_that_fork_amid_drafts_keep_their_states(name: str) -> None:
+def test_samples_that_fork_during_drafts_keep_their_states(name: str) -> None:
     model, prompt = make_toy(name), random_ids(19, seed=4)
     params = SamplingParams(n=4, max_tokens=40, seed=3, ignore_eos=True, logprobs=0)
     with LLM(model) as llm:
@@ -229,7 +229,7 @@ def test_samples_that_fork_amid_drafts_keep_their_states(name: str) -> None:
             engine.submit(request)
             for _ in range(4):
                 engine.step()
-        engine.evict_all()
+        engine.call(engine.scheduler.evict_all)
         while engine.step():
             pass
         assert all_facts([r.result for r in requests]) == [facts(plain)] * 3

@@ -22,10 +22,10 @@ from support.requests_mixed import (
 from support.stages import serving, staged
 from support.toys import RECURRENT_FAMILIES, RECURRENT_TOYS, make_toy, random_ids, scores_of
 from verbatim import LLM, InvalidRequest, SamplingParams, rl
-from verbatim.opening import open_engine
+from verbatim.api.opening import open_engine
 from verbatim.placement.options import EngineOptions
 
-PLAIN_OPEN = open_engine  # before a fixture poisons what is taken between two forwards
+PLAIN_OPEN = open_engine  # taken before a fixture replaces it by one that poisons blocks
 ONE_OF_EACH = ["qwen3_next", "granite_hybrid", "lfm2", "mamba"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, seed=1)
 
@@ -38,7 +38,7 @@ TWO_FAST = slow_but(
 
 
 @pytest.mark.parametrize("name", RECURRENT_TOYS)
-def test_log_probs_are_those_of_the_chunked_forward_of_transformers(name: str) -> None:
+def test_logprobs_match_chunked_forward_of_transformers(name: str) -> None:
     """transformers computes a prompt in chunks of 16 to 64 tokens, by another formula."""
     model = make_toy(name, max_position_embeddings=512)
     rows = [random_ids(300, seed=1), random_ids(65, seed=2), random_ids(1, seed=3) * 2]
@@ -49,7 +49,7 @@ def test_log_probs_are_those_of_the_chunked_forward_of_transformers(name: str) -
         assert torch.allclose(torch.tensor(score[1:]), truth, atol=1e-4, rtol=1e-4)
 
 
-# Numbers of float32 that layers keep, by kind: of a token, and of a sequence.
+# How many float32 values layers keep, by kind: for a token, and for a sequence.
 KEPT: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "llama": ({"keys_and_values": 3 * 2 * 2 * 16}, {}),
     "deepseek_v32": ({"keys_and_values": 3 * 4 * (24 + 12), "index_keys": 3 * 16}, {}),
@@ -64,7 +64,7 @@ KEPT: dict[str, tuple[dict[str, int], dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("name", [*KEPT, "qwen3_5", "qwen4", "granite_dense", "zaya"])
-def test_the_pool_for_32000_tokens_has_the_bytes_that_info_says(
+def test_pool_for_32000_tokens_has_bytes_reported_by_info(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, length = make_toy(name), 32_000
@@ -91,15 +91,15 @@ def test_the_pool_for_32000_tokens_has_the_bytes_that_info_says(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT_TOYS)
-def test_log_probs_are_those_of_the_recurrent_forward_of_transformers(name: str) -> None:
-    """Behind a prompt, transformers computes one token at a time from the state that its cache keeps."""
+def test_logprobs_match_recurrent_forward_of_transformers(name: str) -> None:
+    """After a prompt, transformers computes one token at a time from the state that its cache keeps."""
     # transformers bounds Nemotron-H's time steps from below in prompts alone; Verbatim does in every row.
     unbounded = {"time_step_min": 1e-9} if name == "nemotron_h" else {}
     model = make_toy(name, max_position_embeddings=512, **unbounded)
     rows = [random_ids(300, seed=1), random_ids(65, seed=2)]
     arguments = inspect.signature(model.forward).parameters
     has_attention = "position_ids" in arguments
-    # What this model, and this version, may call it.
+    # Names of the cache, which depend on the model and on the version of transformers.
     names = ("cache", "past_key_values", "cache_params", "state")
     with LLM(model) as llm:
         scores = llm.score(rows)
@@ -122,7 +122,7 @@ def test_log_probs_are_those_of_the_recurrent_forward_of_transformers(name: str)
         assert torch.allclose(torch.tensor(score[1:]), truth[:, 0], atol=1e-4, rtol=1e-4)
 
 
-def test_the_weights_of_rwkv_are_left_as_they_are() -> None:
+def test_rwkv_weights_are_not_modified() -> None:
     """transformers divides some of them in eval mode, and multiplies them again in training."""
     model, ids = make_toy("rwkv", num_hidden_layers=4, rescale_every=2), random_ids(40, seed=1)
     weights = [p.clone() for p in model.parameters()]
@@ -138,7 +138,7 @@ def test_the_weights_of_rwkv_are_left_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("name", ALL_TOYS)
-def test_an_eviction_after_any_step_changes_no_bit(name: str) -> None:
+def test_eviction_after_every_other_step_gives_same_bits(name: str) -> None:
     prompts, params = mixed_requests(9)
     expected = generated(LLM(make_toy(name), prefix_cache=False), prompts, params)
     with LLM(make_toy(name), block_size=4, max_batch_tokens=24) as llm:
@@ -147,13 +147,13 @@ def test_an_eviction_after_any_step_changes_no_bit(name: str) -> None:
         while engine.step():
             steps += 1
             if steps % 2:
-                engine.evict_all()
+                engine.call(engine.scheduler.evict_all)
         assert all_facts([request.result for request in requests]) == expected
         check_nothing_is_left(llm)
 
 
 @pytest.mark.parametrize("slots", [3, 4, 7])
-def test_few_slots_are_shared_by_many_requests(slots: int, monkeypatch: Any) -> None:
+def test_few_state_slots_are_shared_by_many_requests(slots: int, monkeypatch: Any) -> None:
     prompts, params = mixed_requests(12)
     expected = generated(LLM(make_toy("lfm2"), prefix_cache=False), prompts, params)
     monkeypatch.setattr(EngineOptions, "num_states", lambda self, state_bytes: slots)
@@ -165,7 +165,7 @@ def test_few_slots_are_shared_by_many_requests(slots: int, monkeypatch: Any) -> 
 
 
 @pytest.mark.parametrize("name", TWO_FAST)
-def test_a_session_goes_on_from_its_state_or_from_an_earlier_prompt(name: str) -> None:
+def test_session_continues_from_its_state_or_an_earlier_cached_one(name: str) -> None:
     with LLM(make_toy(name), block_size=4) as llm:
         keep_prefixes(llm)
         with llm.session(max_length=200, seed=1) as session:
@@ -180,18 +180,18 @@ def test_a_session_goes_on_from_its_state_or_from_an_earlier_prompt(name: str) -
                     alone = other.generate([before + random_ids(turn, seed=turn)], GREEDY)[0]
                 assert result.outputs[0].token_ids == alone.outputs[0].token_ids
                 assert result.outputs[0].logprobs == alone.outputs[0].logprobs
-        # All but the last token of what is kept, or a cached state before it.
+        # All kept tokens but the last, or the last cached state before them.
         assert found == [(0, 0), (32, 33), (12, 25), (65, 66), (0, 3)]
         llm.generate([[1]], GREEDY)  # frees the blocks of the closed session
         check_nothing_is_left(llm)
 
 
 @pytest.mark.parametrize("name", [toy for toy in TWO_FAST if "zaya" not in toy.values])
-def test_a_killed_stage_gets_its_states_back(name: str, tmp_path: Any) -> None:
+def test_states_are_restored_after_stage_is_killed(name: str, tmp_path: Any) -> None:
     prompts, params = mixed_requests(12)
     make_toy(name).save_pretrained(tmp_path)
     expected = generated(LLM(tmp_path), prompts, params)
-    # Micro-batches of at most 12 rows, so that a prompt goes through in pieces.
+    # Micro-batches of at most 12 rows, so that prompts are split.
     with LLM(tmp_path, placement=staged(micro_batches=2), max_batch_tokens=24) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected
         for victim in (0, 1):
@@ -206,18 +206,16 @@ def test_a_killed_stage_gets_its_states_back(name: str, tmp_path: Any) -> None:
         check_nothing_is_left(llm)
 
 
-def test_layers_that_pass_on_more_than_hidden_states_are_not_cut(tmp_path: Any) -> None:
-    """ZAYA's routers read the states of the router in the layer before."""
+def test_model_that_passes_router_states_between_layers_is_not_split(tmp_path: Any) -> None:
+    """ZAYA's routers read the router states of the previous layer."""
     make_toy("zaya").save_pretrained(tmp_path)
     with pytest.raises(InvalidRequest, match="cut into 1 stages at most"):
         LLM(tmp_path, placement=staged())
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "bamba", "lfm2", "mamba"])
-def test_a_saved_session_is_taken_up_with_its_state(
-    name: str, tmp_path: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr("verbatim.llm.open_engine", PLAIN_OPEN)
+def test_saved_session_is_loaded_with_its_state(name: str, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("verbatim.api.llm.open_engine", PLAIN_OPEN)
     path = tmp_path / "one.session"
     with LLM(make_toy(name)) as llm, llm.session(seed=1) as session:
         session.generate(random_ids(20, seed=1), GREEDY)
@@ -233,7 +231,7 @@ def test_a_saved_session_is_taken_up_with_its_state(
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_rollouts_have_exact_ratios_and_gradients(name: str) -> None:
+def test_rollout_logprobs_are_exact_and_gradients_reach_recurrent_layers(name: str) -> None:
     model = make_toy(name)
     prompts = [random_ids(7, seed=1), random_ids(11, seed=2)]
     rolled = rl.rollout(model, prompts, SamplingParams(max_tokens=12, ignore_eos=True), seed=3)
@@ -252,9 +250,7 @@ def test_rollouts_have_exact_ratios_and_gradients(name: str) -> None:
     # Prompts longer than the drafter's largest forward.
     max_batch_tokens=[2048, 5],
 )
-def test_a_draft_model_with_the_same_weights_is_always_right(
-    name: str, max_batch_tokens: int
-) -> None:
+def test_draft_model_with_same_weights_is_always_accepted(name: str, max_batch_tokens: int) -> None:
     model, prompts = make_toy(name), [random_ids(17, seed=3)]
     expected = generated(LLM(model), prompts, GREEDY)
     options = dict(draft=make_toy(name), num_draft_tokens=3, max_batch_tokens=max_batch_tokens)

@@ -1,4 +1,4 @@
-"""Whole models: the bits of layers that run one by one, and everything that an owner does is seen."""
+"""Models run in one call: bit-identical to layers run one by one, also after edits of the module."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from verbatim.batch import Batch
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
 from verbatim.model.flat import contents_of
-from verbatim.model.quantization import resolve_quantization
 from verbatim.model.whole import WholeModel
-from verbatim.weights.lazy import Held
+from verbatim.quantization.formats import resolve_quantization
+from verbatim.weights.lazy import InMemory
 from verbatim.weights.load import load_weights
 
 WHOLE = """llama mistral qwen2 qwen3 phi3 olmo2 glm4 qwen3_5 qwen3_next olmo_hybrid kimi_linear lfm2
@@ -33,7 +33,7 @@ WHOLE = """llama mistral qwen2 qwen3 phi3 olmo2 glm4 qwen3_5 qwen3_next olmo_hyb
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each forward in one call whether it came to something."""
+    """For each attempt to run a whole model in one call, whether it was made."""
     found: list[bool] = []
     run = WholeModel.run
 
@@ -46,23 +46,23 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-def whole(model: nn.Module, *, unseen: bool = False) -> Decoder:
-    decoder = Decoder(model, unseen=unseen)
+def whole(model: nn.Module, *, is_private: bool = False) -> Decoder:
+    decoder = Decoder(model, is_private=is_private)
     assert decoder.fused is not None and decoder.fused["whole"] == "yes"
     return decoder
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_whole_model_and_its_layers_give_the_bits_of_plain_layers(
+def test_whole_model_and_fused_layers_match_plain_layers(
     name: str, dtype: str, runs: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_toy(name, dtype=DTYPES[dtype])
     expected = outputs(Decoder(model, fused=False))
     assert not runs
-    for unseen in (False, True):
-        decoder = whole(model, unseen=unseen)
-        assert outputs(decoder, 1 + unseen) == expected
+    for is_private in (False, True):
+        decoder = whole(model, is_private=is_private)
+        assert outputs(decoder, 1 + is_private) == expected
         assert outputs(decoder, 3) == expected, "again"
     assert runs == [True] * 4 * len(BATCHES)
     monkeypatch.setattr(WholeModel, "run", lambda *_, **__: None)
@@ -80,15 +80,17 @@ def test_a_whole_model_and_its_layers_give_the_bits_of_plain_layers(
     ],
     ids=["norm", "embedding", "head", "angles"],
 )
-def test_parts_with_another_formula(place: str, formula: Callable[[Any, Any], Any]) -> None:
-    """Whether it is whole or not: it says what the module says."""
+def test_modified_norm_embedding_head_or_rotary_takes_effect(
+    place: str, formula: Callable[[Any, Any], Any]
+) -> None:
+    """Whether the model then runs in one call or not."""
     model = make_toy("llama", dtype=torch.bfloat16)
     clean = outputs(Decoder(model))
     reclass([model.get_submodule(place)], lambda own, _, *a, **k: formula(own(*a, **k), None))
     assert outputs(Decoder(model)) == outputs(Decoder(model, fused=False)) != clean
 
 
-def test_something_between_two_layers_is_seen() -> None:
+def test_hook_between_layers_prevents_whole_model_call() -> None:
     model = wrong(make_toy("llama"), "model.layers.1", lambda out, x: out)
     assert Decoder(model).fused["whole"] == "yes"  # type: ignore[index]
 
@@ -104,7 +106,7 @@ def test_something_between_two_layers_is_seen() -> None:
 
     model.model.__class__ = Body
     decoder = Decoder(model)
-    assert decoder.fused is not None and "before a layer" in decoder.fused["whole"]
+    assert decoder.fused is not None and "before one of its layers" in decoder.fused["whole"]
     assert outputs(decoder) == outputs(Decoder(model, fused=False))
 
 
@@ -138,7 +140,7 @@ EDITS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_edits_around_the_layers_are_seen(edit: str) -> None:
+def test_edits_outside_the_layers_take_effect(edit: str) -> None:
     model = make_toy("llama")
     decoder = whole(model)
     before = outputs(decoder)
@@ -148,7 +150,7 @@ def test_edits_around_the_layers_are_seen(edit: str) -> None:
     assert outputs(decoder) == after, "again"
 
 
-def test_one_kind_of_angles_may_be_of_long_contexts() -> None:
+def test_longrope_for_one_layer_type_gives_same_bits() -> None:
     plain = dict(rope_type="default", rope_theta=10000.0)
     factors = dict(short_factor=[1.0] * 8, long_factor=[2.0] * 8)
     long = plain | factors | dict(rope_type="longrope", original_max_position_embeddings=128)
@@ -162,7 +164,7 @@ def test_one_kind_of_angles_may_be_of_long_contexts() -> None:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_other_types_of_layers_are_seen(in_place: bool) -> None:
+def test_edited_layer_types_take_effect(in_place: bool) -> None:
     model = make_toy("gemma3")
     decoder, plain, types = whole(model), Decoder(model, fused=False), [*model.config.layer_types]
     before = outputs(decoder)
@@ -182,8 +184,8 @@ def test_other_types_of_layers_are_seen(in_place: bool) -> None:
         ("granite", "lm_head"),
     ],
 )
-def test_zeros_around_the_layers_hide_no_formula(name: str, place: str) -> None:
-    """A factor of zeros, and positions that are all zero, show only after the next training step."""
+def test_zero_embedding_or_head_prevents_whole_model_call(name: str, place: str) -> None:
+    """Factors of zero weights, and zero position embeddings, show only after the next training step."""
     model = make_toy(name, tie_word_embeddings=name != "granite")
     weight = model.get_submodule(place).weight
     nn.init.zeros_(weight)
@@ -193,7 +195,7 @@ def test_zeros_around_the_layers_hide_no_formula(name: str, place: str) -> None:
     assert outputs(decoder) == outputs(Decoder(model, fused=False))
 
 
-def test_kinds_of_angles_that_are_equal_only_today_are_kept_apart() -> None:
+def test_rotary_frequencies_equal_at_opening_are_kept_apart() -> None:
     rope = dict(rope_type="default", rope_theta=10000.0)
     model = make_toy(
         "gemma3", rope_parameters=dict.fromkeys(("sliding_attention", "full_attention"), rope)
@@ -204,9 +206,9 @@ def test_kinds_of_angles_that_are_equal_only_today_are_kept_apart() -> None:
     assert outputs(decoder) == outputs(Decoder(model, fused=False)) != before
 
 
-def test_who_asks_for_an_unseen_module_may_edit_it() -> None:
+def test_edits_take_effect_after_unseen_module_is_accessed() -> None:
     model = make_toy("llama")
-    decoder = whole(model, unseen=True)
+    decoder = whole(model, is_private=True)
     before = outputs(decoder)
     for edit in ("frequencies", "new norm", "hook"):
         EDITS[edit](decoder.module)
@@ -215,9 +217,9 @@ def test_who_asks_for_an_unseen_module_may_edit_it() -> None:
         before = after
 
 
-def test_an_unseen_module_whose_weights_moved_is_looked_at_once() -> None:
+def test_unseen_module_is_reread_after_weights_moved() -> None:
     model = make_toy("llama")
-    decoder = whole(model, unseen=True)
+    decoder = whole(model, is_private=True)
     before = outputs(decoder)
     for parameter in model.parameters():
         parameter.data = parameter.data.flip(0).clone()
@@ -225,9 +227,9 @@ def test_an_unseen_module_whose_weights_moved_is_looked_at_once() -> None:
     assert outputs(decoder) == outputs(Decoder(model, fused=False)) != before
 
 
-def test_a_hook_that_every_module_has_is_called(runs: list[bool]) -> None:
+def test_global_module_hook_is_called(runs: list[bool]) -> None:
     model = make_toy("llama")
-    decoder = whole(model, unseen=True)
+    decoder = whole(model, is_private=True)
     clean = outputs(decoder)
 
     def double(module: nn.Module, args: Any, output: Any) -> Any:
@@ -243,9 +245,9 @@ def test_a_hook_that_every_module_has_is_called(runs: list[bool]) -> None:
     assert runs and all(runs), "in one piece again"
 
 
-def test_what_a_hook_has_kept_may_be_edited_when_the_hook_is_gone() -> None:
+def test_edits_of_modules_kept_by_removed_global_hook_take_effect() -> None:
     model, kept = make_toy("llama"), []
-    decoder = whole(model, unseen=True)
+    decoder = whole(model, is_private=True)
     handle = nn.modules.module.register_module_forward_hook(lambda m, *_: kept.append(m))
     try:
         clean = outputs(decoder)
@@ -259,7 +261,7 @@ def test_what_a_hook_has_kept_may_be_edited_when_the_hook_is_gone() -> None:
 
 
 @pytest.mark.parametrize("place", ["model.norm", "model.layers.1.post_attention_layernorm"])
-def test_a_weight_that_is_read_as_another_dtype_is_seen(place: str) -> None:
+def test_weight_viewed_as_another_dtype_takes_effect(place: str) -> None:
     model = make_toy("olmo2", dtype=torch.bfloat16)
     decoder = whole(model)
     before = outputs(decoder)
@@ -269,7 +271,9 @@ def test_a_weight_that_is_read_as_another_dtype_is_seen(place: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["norm", "layers.1.input_layernorm"])
-def test_a_norms_class_may_get_another_forward(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patched_forward_of_norm_class_takes_effect(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_toy("llama")
     decoders = [whole(model), Decoder(model, fused=False)]
     before = outputs(decoders[0])
@@ -284,14 +288,16 @@ def test_a_norms_class_may_get_another_forward(part: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("rows", [[], [32], [1, 21, 32], [30, 4]], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_only_rows_that_need_logits_go_through_the_end(
+def test_logits_of_selected_rows_match_logits_of_all_rows(
     dtype: str, rows: list[int], runs: list[bool]
 ) -> None:
     model = make_toy("qwen3", dtype=DTYPES[dtype])
     decoders = Decoder(model, fused=False), whole(model)
     stores = [zeroed_store(decoder) for decoder in decoders]
     batch = replace(BATCHES[3], logit_rows=torch.tensor(rows, dtype=torch.int64))
-    every, some = map(Decoder.forward, decoders, (BATCHES[3], batch), stores)
+    every, some = (
+        d.run(b, s).logits for d, b, s in zip(decoders, (BATCHES[3], batch), stores, strict=True)
+    )
     assert runs == [True]
     assert torch.equal(some, every[rows])
     assert all(map(torch.equal, *map(contents_of, stores)))
@@ -305,20 +311,20 @@ def zeroed_store(decoder: Decoder) -> KVStore:
 
 
 def logits_of(decoder: Decoder, batch: Batch) -> torch.Tensor:
-    return decoder.forward(batch, zeroed_store(decoder))
+    return decoder.run(batch, zeroed_store(decoder)).logits
 
 
 @pytest.mark.parametrize("kind", [None, "int4"], ids=str)
-def test_a_call_is_no_longer_where_weights_are_in_few_bits(
+def test_quantized_weights_do_not_raise_row_limit_of_whole_model_call(
     kind: str | None, runs: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_toy("llama", tie_word_embeddings=False)
     numbers = sum(p.numel() for p in model.parameters()) - model.model.embed_tokens.weight.numel()
     if kind is not None:
-        lazy_weights = {p: Held(p.data) for p in model.parameters()}
+        lazy_weights = {p: InMemory(p.data) for p in model.parameters()}
         load_weights(model, lazy_weights, resolve_quantization(kind))
     rows = len(BATCHES[3].token_ids)
-    monkeypatch.setattr("verbatim.model.whole._MOST_WORK", numbers * rows // 2)
+    monkeypatch.setattr("verbatim.model.whole._MAX_MULTIPLICATIONS", numbers * rows // 2)
     decoder = whole(model)
     assert torch.equal(
         logits_of(decoder, BATCHES[3]), logits_of(Decoder(model, fused=False), BATCHES[3])
@@ -331,7 +337,7 @@ import os
 from pathlib import Path
 import torch
 from invariance.test_whole import BATCHES, logits_of, make_toy, whole
-from verbatim.kv.quantized import resolve_kv_dtype
+from verbatim.quantization.formats import resolve_kv_dtype
 from verbatim.kv.store import KVStore, LayerShape
 
 def threads():
@@ -358,20 +364,20 @@ assert threads() < before + processors + 8, (before, threads())
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted on Linux")
-def test_a_model_has_no_more_threads_than_processors() -> None:
-    # Where nothing else has any: torch's own products may, in a process that runs other tests as well.
+def test_whole_model_uses_no_more_threads_than_processors() -> None:
+    # In a new process: where other tests have run, torch may have started threads of its own.
     run_program("-c", _THREADS)
 
 
-def test_rotations_that_depend_on_the_context_are_made_each_time() -> None:
+def test_dynamic_rope_is_recomputed_in_each_forward() -> None:
     rope = dict(rope_type="dynamic", factor=4.0, rope_theta=10000.0)
     settings: dict[str, Any] = dict(rope_parameters=rope, max_position_embeddings=16)
     model = make_toy("llama", **settings)
-    decoder = Decoder(model, unseen=True)
+    decoder = Decoder(model, is_private=True)
     assert outputs(decoder) == outputs(Decoder(model, fused=False))
 
 
-def test_hidden_states_are_what_the_head_saw() -> None:
+def test_hidden_states_match_plain_layers() -> None:
     model = make_toy("qwen3", dtype=torch.bfloat16)
     batch = replace(BATCHES[3], logit_rows=torch.tensor([0, 3, 30]), wants_hidden=True)
     decoders = (whole(model), Decoder(model, fused=False))
@@ -402,19 +408,19 @@ class Own(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("code", [HOOKED, MASKED], ids=["callbacks", "masked"])
-def test_code_that_came_with_a_checkpoint_is_run(code: str, tmp_path: Path) -> None:
+def test_remote_code_of_checkpoint_is_run(code: str, tmp_path: Path) -> None:
     folder = tmp_path / f"own_{'hook' if code is HOOKED else 'mask'}"
     make_toy("llama").save_pretrained(folder)
     (folder / "modeling_own.py").write_text(code)
     config = json.loads((folder / "config.json").read_text())
     config |= {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}, "architectures": ["Own"]}
     (folder / "config.json").write_text(json.dumps(config))
-    said = []
+    found = []
     for fused in (False, True):
         with LLM(folder, trust_remote_code=True, fused=fused) as llm:
             (result,) = llm.generate([[5, 100, 7]], SamplingParams(temperature=0.0, max_tokens=6))
-            said.append((result.outputs[0].token_ids, result.outputs[0].logprobs))
+            found.append((result.outputs[0].token_ids, result.outputs[0].logprobs))
     with LLM(make_toy("llama")) as llm:
         plain = llm.generate([[5, 100, 7]], SamplingParams(temperature=0.0, max_tokens=6))[0]
-    assert said[0] == said[1]
-    assert said[0][0] != plain.outputs[0].token_ids
+    assert found[0] == found[1]
+    assert found[0][0] != plain.outputs[0].token_ids

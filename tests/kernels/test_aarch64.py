@@ -1,4 +1,4 @@
-"""The kernels as compiled for ARM: under an emulator, they give the bits of the generic x86-64 ones."""
+"""Kernels compiled for ARM and run under an emulator: bit-identical to the generic x86-64 kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(*command: object) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 @pytest.mark.skipif("generic" not in kernels.available(), reason="no generic kernels were built")
-def test_kernels_for_arm_give_the_bits_of_the_generic_ones(tmp_path):
+def test_arm_kernels_are_bit_identical_to_the_generic_x86_kernels(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     for compiler, program in (("c++", here), (CROSS, there)):
         run(compiler, "-std=c++17", "-O1", HASHES, "-ldl", "-o", program)

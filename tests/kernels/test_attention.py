@@ -1,4 +1,4 @@
-"""Attention over blocks: right against dense float64, and the same bits in every schedule."""
+"""Attention over KV blocks: accurate against dense float64, and bit-identical in every schedule."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ from support.backends import BACKENDS
 from support.pairwise import parametrize_combinations
 from verbatim import kernels
 from verbatim.batch import AttentionBatch
-from verbatim.kernels.options import AttentionOptions, Packing
+from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.packing import Packing
 from verbatim.kv import attention
 from verbatim.kv.attention import paged_attention, write_kv
-from verbatim.kv.quantized import PACKINGS
+from verbatim.quantization.formats import KV_PACKINGS
 
 KERNELS = [*itertools.product(BACKENDS, (F32, BF16))]
 
-# ---- Right ----
+# ---- Accuracy ----
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -47,7 +48,7 @@ KERNELS = [*itertools.product(BACKENDS, (F32, BF16))]
     + [(kind, shape) for shape in SHAPES[1:] for kind in ("plain", "all")],
     ids=str,
 )
-def test_agrees_with_dense_float64(backend: str, kind: str, shape: Shape) -> None:
+def test_attention_agrees_with_dense_float64(backend: str, kind: str, shape: Shape) -> None:
     opts = options(kind, shape)
     mixed = [(F32, BF16), (BF16, F32)] if shape is SHAPES[0] else []
     for q_dtype, kv_dtype in [(F32, F32), (BF16, BF16), *mixed]:
@@ -58,7 +59,7 @@ def test_agrees_with_dense_float64(backend: str, kind: str, shape: Shape) -> Non
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rounded_weights_cost_about_as_much_as_the_rounded_result(backend: str) -> None:
+def test_error_of_bf16_attention_is_below_twice_the_rounding_of_its_output(backend: str) -> None:
     shape = SHAPES[1]
     what = story(shape, 200, q_dtype=BF16, kv_dtype=BF16)
     opts = options("plain", shape)
@@ -70,7 +71,7 @@ def test_rounded_weights_cost_about_as_much_as_the_rounded_result(backend: str) 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("softcap", [0.0, 50.0])
-def test_extreme_scores(backend: str, softcap: float) -> None:
+def test_extreme_scores_agree_with_dense_float64(backend: str, softcap: float) -> None:
     shape = SHAPES[0]
     plain = story(shape, 130)
     for factor in (1e-4, 30.0):
@@ -81,7 +82,7 @@ def test_extreme_scores(backend: str, softcap: float) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_sink_of_minus_infinity_is_none(backend: str) -> None:
+def test_sink_of_minus_infinity_equals_no_sink(backend: str) -> None:
     shape = SHAPES[0]
     what = story(shape, 70)
     opts = replace(options("plain", shape), sinks=torch.full((shape.heads,), -torch.inf))
@@ -91,7 +92,7 @@ def test_a_sink_of_minus_infinity_is_none(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_strided_query_is_read_in_place(backend: str) -> None:
+def test_strided_query_gives_the_same_bits(backend: str) -> None:
     shape = SHAPES[0]
     what = story(shape, 40)
     fused = torch.zeros(40, shape.heads + 3, shape.key_size + 8)
@@ -117,7 +118,7 @@ def test_every_chunking_gives_the_same_bits(
     opts = options(kind, shape)
     want = whole(backend, opts, shape, what)
     for size in (1, 2, 3, 7, 50):
-        # Short chunks would take long from the start: they matter around the tiles' edges.
+        # Short chunks of the whole length would take long; they matter around the edges of tiles.
         first = 0 if size > 3 else 118
         for start in range(first, length, size):
             stop = min(start + size, length)
@@ -126,9 +127,9 @@ def test_every_chunking_gives_the_same_bits(
 
 
 @parametrize_combinations(
-    kernel=KERNELS, shape=INVARIANT_SHAPES, packing=[None, *PACKINGS.values()]
+    kernel=KERNELS, shape=INVARIANT_SHAPES, packing=[None, *KV_PACKINGS.values()]
 )
-def test_neighbours_blocks_and_threads_change_nothing(
+def test_bits_do_not_depend_on_batch_blocks_or_threads(
     kernel: tuple[str, torch.dtype], shape: Shape, packing: Packing | None
 ) -> None:
     backend, dtype = kernel
@@ -152,7 +153,9 @@ def test_neighbours_blocks_and_threads_change_nothing(
 
 @pytest.mark.parametrize("backend", kernels.available())
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_segments_shared_by_threads_change_nothing(backend: str, dtype: torch.dtype) -> None:
+def test_bits_do_not_depend_on_segments_split_over_threads(
+    backend: str, dtype: torch.dtype
+) -> None:
     shape = Shape(2, 1, 24, 40, 16)
     stories = [story(shape, n, seed=n, q_dtype=dtype, kv_dtype=dtype) for n in (2100, 1025, 70)]
     opts = options("all", shape, window=1500)
@@ -169,7 +172,7 @@ def test_segments_shared_by_threads_change_nothing(backend: str, dtype: torch.dt
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_a_changed_row_changes_only_what_sees_it(backend: str, dtype: torch.dtype) -> None:
+def test_changed_row_affects_only_rows_that_attend_to_it(backend: str, dtype: torch.dtype) -> None:
     shape = SHAPES[1]
     what = story(shape, 150, q_dtype=dtype, kv_dtype=dtype)
     opts = options("window", shape)
@@ -182,20 +185,20 @@ def test_a_changed_row_changes_only_what_sees_it(backend: str, dtype: torch.dtyp
     others = torch.arange(150) != 40
     assert_same_bits(out[others], want[others])
 
-    # Not even NaN and infinities reach the rows before a position, or those whose window left it.
+    # Not even NaN and infinities affect rows before a position, or rows whose window is past it.
     for position in (40, 41, 65):
         k, v = what.k.clone(), what.v.clone()
         k[position], v[position] = torch.nan, torch.inf
         out = whole(backend, opts, shape, replace(what, k=k, v=v))
         assert out[position : position + opts.window].isnan().all()
         rows = torch.arange(150)
-        blind = (rows < position) | (rows >= position + opts.window)
-        assert_same_bits(out[blind], want[blind])
+        unaffected = (rows < position) | (rows >= position + opts.window)
+        assert_same_bits(out[unaffected], want[unaffected])
 
 
 @settings(max_examples=30)
 @given(st.data())
-def test_any_shape_any_cut(data: st.DataObject) -> None:
+def test_any_shape_is_accurate_and_bit_identical_at_any_cut(data: st.DataObject) -> None:
     draw = data.draw
     backend = draw(st.sampled_from(BACKENDS))
     kv_heads = draw(st.integers(1, 3))
@@ -218,7 +221,7 @@ def test_any_shape_any_cut(data: st.DataObject) -> None:
     assert_same_bits(out, want[cut:])
 
 
-# ---- Writing, and refusing ----
+# ---- Writes and errors ----
 
 
 @pytest.mark.parametrize("use_kernel", [True, False])
@@ -241,7 +244,7 @@ def test_write_kv_fills_its_slots_and_no_others(
         assert by_slot[untouched].isnan().all()
 
 
-def test_what_is_not_supported_is_refused_by_name() -> None:
+def test_invalid_options_are_rejected_and_float16_queries_are_accepted() -> None:
     with pytest.raises(ValueError, match="window=-1"):
         AttentionOptions(1.0, window=-1)
     with pytest.raises(ValueError, match=r"sinks must be float32.*float64"):
@@ -249,7 +252,7 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
     store = torch.zeros(1, 1, 4, 8, dtype=torch.float16)
     rows = AttentionBatch(*(torch.tensor(x).int() for x in ([0, 1], [1], [[0]])))
     q = torch.zeros(1, 1, 8, dtype=torch.float16)
-    for packing in (None, *PACKINGS.values()):
+    for packing in (None, *KV_PACKINGS.values()):
         if packing is not None:
             store = torch.zeros(1, 1, 4, packing.row_bytes(8), dtype=torch.uint8)
         batch = (q, store, store, rows, AttentionOptions(1.0))

@@ -1,4 +1,4 @@
-"""The table of the kernels' functions: each has the arguments that its source declares."""
+"""The argument table of the kernel functions: equal to the declarations in the C++ sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from verbatim import kernels
 from verbatim.kernels import functions
 
-SOURCES = Path(__file__).parents[2] / "verbatim" / "kernels"  # an installed package has none
+SOURCES = Path(__file__).parents[2] / "verbatim" / "kernels"  # not in an installed package
 LETTERS = {"int64_t": "L", "int": "I", "uint64_t": "Q", "uint32_t": "U", "float": "F"}
 
 
@@ -36,7 +36,7 @@ def declared() -> dict[str, str]:
     return found
 
 
-def test_every_function_has_the_arguments_of_its_source() -> None:
+def test_argument_table_matches_the_cpp_sources() -> None:
     assert declared() == functions._ARGUMENTS
 
 

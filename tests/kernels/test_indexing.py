@@ -1,4 +1,4 @@
-"""Indexers: which keys they choose, and attention to those."""
+"""Indexers: which keys they choose, and attention to the chosen keys."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from verbatim import LLM, NotSupported, Offload, SamplingParams, kernels
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.indexing import choose_keys, index_scores
-from verbatim.kv.quantized import PACKINGS
 from verbatim.kv.store import KVStore, LayerShape
+from verbatim.quantization.formats import KV_PACKINGS
 
 SHAPES = [LayerShape(1, 16, 0), LayerShape(2, 8, 12)]
 BLOCK_SIZE = 5
 LENGTH = 150
-DTYPES = [torch.float32, torch.bfloat16, *PACKINGS.values()]
+DTYPES = [torch.float32, torch.bfloat16, *KV_PACKINGS.values()]
 
 
 def choose(q: Tensor, weights: Tensor, keys: Tensor, start: int, top_k: int) -> Tensor:
@@ -42,7 +42,7 @@ def choose(q: Tensor, weights: Tensor, keys: Tensor, start: int, top_k: int) -> 
     return chosen[:, 0]
 
 
-def test_the_largest_scores_are_chosen_and_of_equal_ones_the_lowest_positions() -> None:
+def test_largest_scores_are_chosen_with_ties_at_the_lowest_positions() -> None:
     scores = torch.tensor([3.0, 1.0, 2.0, 2.0, 5.0, 2.0, -1.0, 2.0, 0.0])
     q, weights = torch.ones(9, 2, 1), torch.full((9, 2), 0.5)
     chosen = choose(q, weights, scores[:, None], 0, 4)
@@ -57,17 +57,17 @@ def test_the_largest_scores_are_chosen_and_of_equal_ones_the_lowest_positions() 
         [0, 2, 3, 4],
         [0, 2, 3, 4],
     ]
-    # Below 0, all scores are those of the weights' sign, and equal.
+    # Negative products become 0, so all scores are equal.
     assert choose(q, weights, -1 - scores.abs()[:, None], 5, 3).tolist() == [[0, 1, 2]] * 4
 
 
 @pytest.mark.parametrize("name", kernels.available())
 @pytest.mark.parametrize(("heads", "depth"), [(1, 1), (3, 16), (5, 37), (64, 128)])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_every_instruction_set_scores_as_the_reference(
+def test_index_scores_of_every_instruction_set_equal_the_reference(
     name: str, heads: int, depth: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verbatim.kernels.wanted", lambda: name)
+    monkeypatch.setattr("verbatim.kernels.requested", lambda: name)
     numbers = torch.Generator().manual_seed(depth)
     for rows, length in ((1, 1), (3, 16), (2, 143)):
         q = torch.randn(rows, heads, depth, generator=numbers)
@@ -84,10 +84,10 @@ Step = Callable[[KVStore, Tensor, Tensor, AttentionBatch], Tensor]
 
 
 def in_any_cut(shapes: list[LayerShape], dtype: Any, step: Step) -> Tensor:
-    """What `step` gives for all rows of a sequence, after a check that it gives the same bits in pieces.
+    """Return the output of `step` for all rows of a sequence; check that chunks give the same bits.
 
     Args:
-        step: writes rows at these positions and slots, and attends to what is there by then.
+        step: writes the rows of these positions to these slots, and attends to all rows written so far.
     """
 
     def run(cuts: list[int]) -> Tensor:
@@ -112,7 +112,7 @@ def in_any_cut(shapes: list[LayerShape], dtype: Any, step: Step) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("top_k", [1, 20, LENGTH])
-def test_rows_see_the_chosen_keys_with_the_same_bits_in_any_cut(dtype: Any, top_k: int) -> None:
+def test_attention_to_chosen_keys_has_the_same_bits_in_any_chunking(dtype: Any, top_k: int) -> None:
     numbers = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
@@ -137,7 +137,7 @@ def test_rows_see_the_chosen_keys_with_the_same_bits_in_any_cut(dtype: Any, top_
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("window", "every"), [(7, 4), (LENGTH, 16), (1, 2)])
-def test_rows_see_their_window_and_records_with_the_same_bits_in_any_cut(
+def test_attention_to_window_and_records_has_the_same_bits_in_any_chunking(
     dtype: Any, window: int, every: int
 ) -> None:
     numbers = torch.Generator().manual_seed(0)
@@ -161,16 +161,16 @@ def test_rows_see_their_window_and_records_with_the_same_bits_in_any_cut(
     assert torch.allclose(found, weights[..., :-1] @ rows, atol=tolerance)
 
 
-def test_an_indexer_of_records_chooses_whole_windows_alone() -> None:
+def test_indexer_of_records_chooses_only_complete_windows() -> None:
     keys = torch.zeros(11, 1)
-    keys[2::3, 0] = torch.tensor([1.0, 3.0, 2.0])  # of the windows of three that are complete
+    keys[2::3, 0] = torch.tensor([1.0, 3.0, 2.0])  # of the complete windows of three
     batch = AttentionBatch(torch.tensor([0, 11]), torch.tensor([11]), torch.zeros(1, 1))
     options = IndexOptions(2, torch.ones(11, 1), 3, pooled=True, records=True)
     chosen = choose_keys(torch.ones(11, 1, 1), lambda _: keys, batch, options)[:, 0].tolist()
     assert chosen == [[-1, -1]] * 2 + [[2, -1]] * 3 + [[2, 5]] * 3 + [[5, 8]] * 3
 
 
-def test_an_indexer_matters_once_there_are_more_keys_than_it_chooses() -> None:
+def test_indexer_changes_logprobs_only_with_more_keys_than_it_chooses() -> None:
     prompts = [random_ids(n, seed=3) for n in (4, 30)]
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=1)
 
@@ -186,7 +186,7 @@ def test_an_indexer_matters_once_there_are_more_keys_than_it_chooses() -> None:
     assert logprobs()[1] != many
 
 
-def test_attention_to_the_likeliest_keys_is_refused_beside_an_indexer(tmp_path: Path) -> None:
+def test_attention_top_k_is_rejected_for_a_model_with_an_indexer(tmp_path: Path) -> None:
     make_toy("deepseek_v32").save_pretrained(tmp_path)
     with (
         pytest.raises(NotSupported, match=r"attention_top_k=4.*indexer"),

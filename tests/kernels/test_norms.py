@@ -1,4 +1,4 @@
-"""Norms and activations by the kernels: right, and the same for a row whatever is beside it."""
+"""Kernels of norms and activations: accurate, and bit-identical for a row in any batch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 @pytest.fixture(params=sorted(kernels.available()))
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test by the kernels of every instruction set."""
-    monkeypatch.setattr(kernels, "wanted", lambda: request.param)
+    """Run a test with the kernels of every instruction set."""
+    monkeypatch.setattr(kernels, "requested", lambda: request.param)
 
 
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name.lower())
-def test_norms_are_those_of_the_formula(kind: NormKind, dtype: str) -> None:
+def test_norm_kernels_agree_with_the_formula(kind: NormKind, dtype: str) -> None:
     for width in WIDTHS:
         x = noise(50, width, dtype=DTYPES[dtype]) * torch.logspace(-3, 2, 50)[:, None]
         x = x.to(DTYPES[dtype])
@@ -44,16 +44,16 @@ def test_norms_are_those_of_the_formula(kind: NormKind, dtype: str) -> None:
         bias = noise(width, dtype=DTYPES[dtype], seed=2) if centered else None
         ours = elementwise.norm(x, weight, 1e-5, kind, bias)
         expected = formula(x, weight, 1e-5, kind, bias)
-        near = 3e-6 if centered else 0.0  # of numbers that cancel
+        near = 3e-6 if centered else 0.0  # for numbers that cancel
         if dtype == "float32":
             torch.testing.assert_close(ours, expected, rtol=2e-6, atol=near)
-        else:  # the sum's order turns a rounding now and then
+        else:  # another order of the sum changes a rounding now and then
             torch.testing.assert_close(ours, expected, rtol=2.0**-7, atol=near)
             assert float((ours != expected).float().mean()) < 0.002
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rows_norm_depends_on_that_row_alone(dtype: str) -> None:
+def test_norm_of_a_row_is_bit_identical_in_any_batch(dtype: str) -> None:
     x, weight = noise(300, 1000, dtype=DTYPES[dtype]), noise(1000, dtype=DTYPES[dtype], seed=1)
     for kind in KINDS:
         given = None if kind is NormKind.BARE else weight
@@ -88,7 +88,9 @@ LIMITS = {
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", Activation, ids=lambda a: a.name.lower())
-def test_activations_are_right_and_know_no_neighbours(activation: Activation, dtype: str) -> None:
+def test_activations_are_accurate_and_independent_of_neighbours(
+    activation: Activation, dtype: str
+) -> None:
     x = torch.cat([noise(5000) * 4, torch.linspace(-120, 120, 3001)]).to(DTYPES[dtype])
     if activation is Activation.EXP:
         x = x.clamp(max=86.5)  # infinite above 87
@@ -101,7 +103,7 @@ def test_activations_are_right_and_know_no_neighbours(activation: Activation, dt
 
 
 @pytest.mark.parametrize("activation", Activation, ids=lambda a: a.name.lower())
-def test_activations_of_what_is_no_number(activation: Activation) -> None:
+def test_activations_of_nan_infinity_zero_and_extreme_values(activation: Activation) -> None:
     odd = torch.tensor([torch.inf, torch.nan, 0.0, -0.0, 3.0e38, -3.0e38])
     ours = elementwise.activate(odd, activation)
     assert ours[1].isnan()
@@ -109,7 +111,7 @@ def test_activations_of_what_is_no_number(activation: Activation) -> None:
     torch.testing.assert_close(ours[[0, 2, 3, 4, 5]], expected, rtol=1e-6, atol=0.0)
 
 
-def test_an_activation_that_clamps_what_is_large_is_none_of_the_kernels() -> None:
+def test_clamped_subclass_of_an_activation_is_not_recognized() -> None:
     class Clamped(nn.SiLU):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).clamp(max=20.0)
@@ -134,7 +136,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_family_of_a_models_norms_is_found(name: str) -> None:
+def test_kind_of_a_models_norms_is_recognized(name: str) -> None:
     model = make_toy(name)
     found = [find_norm(m) for m in model.modules() if "Norm" in type(m).__name__]
     assert found
@@ -142,7 +144,7 @@ def test_the_family_of_a_models_norms_is_found(name: str) -> None:
 
 
 class MeanNorm(nn.Module):
-    """Named and built as an RMS norm, but the mean is taken off."""
+    """Named and built like an RMS norm, but subtracts the mean."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__()
@@ -155,7 +157,7 @@ class MeanNorm(nn.Module):
 
 
 class HalfWeightedNorm(MeanNorm):
-    """With the weight 1 that a new model has, it is an RMS norm."""
+    """Equals an RMS norm only with weight 1, as in a new model."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -164,7 +166,7 @@ class HalfWeightedNorm(MeanNorm):
 
 
 class SwitchedNorm(MeanNorm):
-    """Its weight counts where a flag says so."""
+    """Applies its weight unless `bare` is set."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -172,20 +174,20 @@ class SwitchedNorm(MeanNorm):
         return normed if self.bare else self.weight * normed
 
 
-def test_norms_of_no_family_keep_their_forward() -> None:
+def test_unrecognized_norms_keep_their_forward() -> None:
     for cls in (MeanNorm, HalfWeightedNorm):
         assert find_norm(cls()) is None
         assert norm_forward(cls()) is None
 
 
-def test_a_class_may_be_of_a_family_by_its_settings() -> None:
+def test_norm_recognition_depends_on_settings_of_the_instance() -> None:
     assert find_norm(SwitchedNorm(bare=True)) is None
     parts = find_norm(SwitchedNorm(bare=False))
     assert parts is not None and parts.kind is NormKind.ROUNDED
 
 
 class ScaledNorm(MeanNorm):
-    """With the factor 1 it is an RMS norm, as in the first layer of a model that scales by depth."""
+    """Equals an RMS norm only with factor 1, as in the first layer of a model that scales by depth."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -193,14 +195,14 @@ class ScaledNorm(MeanNorm):
         return self.weight * normed * self.factor
 
 
-def test_a_factor_that_is_one_in_one_norm_of_a_class_is_heeded_in_another() -> None:
+def test_norm_recognition_is_not_shared_with_an_instance_of_another_factor() -> None:
     parts = find_norm(ScaledNorm(factor=1.0))
     assert parts is not None and parts.kind is NormKind.ROUNDED
     assert find_norm(ScaledNorm(factor=0.5)) is None
 
 
 class GateFirstNorm(MeanNorm):
-    """As Mamba-2 has it: the gate is in the mean of squares."""
+    """As in Mamba-2, the gate is applied before the mean of squares."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         wide = x.float() * nn.functional.silu(gate.float())
@@ -218,7 +220,7 @@ class GateFirstNorm(MeanNorm):
         ("kimi_linear", "o_norm", Gate.SIGMOID),
     ],
 )
-def test_a_norm_with_a_gate_is_right_and_knows_no_neighbours(
+def test_gated_norm_is_accurate_and_bit_identical_in_any_batch(
     name: str, place: str, gate: Gate, dtype: str
 ) -> None:
     model = make_toy(name, dtype=DTYPES[dtype])
@@ -238,14 +240,14 @@ def test_a_norm_with_a_gate_is_right_and_knows_no_neighbours(
     assert bit_equal(torch.cat(pieces), ours)
 
 
-def test_a_norm_whose_gate_comes_first_is_of_another_family() -> None:
+def test_norm_gated_before_normalization_is_recognized_separately() -> None:
     assert find_norm(GateFirstNorm(), Gate.AFTER) is None
     parts = find_norm(GateFirstNorm(), Gate.BEFORE)
     assert parts is not None and parts.kind is NormKind.ROUNDED
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 1])
-def test_a_norm_reads_its_weight_and_epsilon_anew_each_time(epsilon: float) -> None:
+def test_norm_reads_weight_and_epsilon_in_every_call(epsilon: float) -> None:
     norm = make_toy("llama").model.norm
     forward, x = norm_forward(norm), noise(3, 64)
     assert forward is not None
@@ -256,7 +258,9 @@ def test_a_norm_reads_its_weight_and_epsilon_anew_each_time(epsilon: float) -> N
         torch.testing.assert_close(forward(x), expected, rtol=2e-6, atol=0.0)
 
 
-def test_what_the_kernels_do_not_serve_runs_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_dtypes_and_gradients_use_the_original_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     norm = make_toy("llama").model.norm
     forward = norm_forward(norm)
     assert forward is not None
@@ -267,18 +271,18 @@ def test_what_the_kernels_do_not_serve_runs_as_before(monkeypatch: pytest.Monkey
         assert torch.equal(forward(x), type(norm).forward(norm, x))
         half = norm.half()
         assert torch.equal(forward(x.half()), type(half).forward(half, x.half()))
-    assert forward(noise(3, 64)).requires_grad and not called  # a gradient is wanted
+    assert forward(noise(3, 64)).requires_grad and not called  # a gradient is required
     assert invariant.silu(noise(3, 64).requires_grad_()).requires_grad
 
 
-def test_strided_rows_have_the_bits_of_others() -> None:
+def test_strided_rows_give_the_same_bits() -> None:
     x, weight = noise(1, 5, 4, 64).transpose(1, 2), noise(64, seed=1)
     ours = elementwise.norm(x, weight, 1e-6, NormKind.WIDE)
     rows = elementwise.norm(x.reshape(-1, 64), weight, 1e-6, NormKind.WIDE)
     assert ours.shape == x.shape and bit_equal(ours.reshape(-1, 64), rows)
 
 
-def test_a_forward_that_was_exchanged_on_the_class_is_tried_anew(
+def test_norm_with_a_patched_class_forward_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(norms, "_families", {})

@@ -1,4 +1,4 @@
-"""Matrix products: right within their dtype, and each row's bits its own."""
+"""Matrix products: accurate within their dtype, and bit-identical for a row in any batch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from support.backends import by
 from support.products import multiply_together
 from verbatim import kernels
 from verbatim.errors import NotSupported
+from verbatim.kernels.packing import BLOCK, BLOCKS, Encoding, Packing, WeightPacking
 from verbatim.model import products
 from verbatim.model.products import (
-    Packed,
-    holds,
     in_tiles,
+    is_position_invariant,
     linear,
     matmul,
     probe_report,
     threads,
 )
-from verbatim.model.quantization import GROUP_SIZES, Quantization
-from verbatim.model.quantize import pack, unpack
-from verbatim.model.weight_packing import BLOCK, BLOCKS, Encoding, WeightPacking
+from verbatim.quantization.formats import GROUP_SIZES
+from verbatim.quantization.matrix import QuantizedMatrix, pack, unpack
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
@@ -40,7 +39,7 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def assert_close(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    size = F.linear(x.double().abs(), weight.double().abs())  # what rounding is relative to
+    size = F.linear(x.double().abs(), weight.double().abs())  # rounding errors are relative to it
     if bias is not None:
         size = size + bias.double().abs()
     assert out.shape == exact.shape
@@ -48,11 +47,11 @@ def assert_close(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = N
 
 
 def differing_rows(product: Callable[[Tensor], Tensor], x: Tensor, counts: list[int]) -> list[int]:
-    """The row counts at which some row's bits are not those it has alone."""
+    """The row counts at which some row's bits differ from those of that row alone."""
     alone = torch.cat([product(row) for row in x.split(1)])
     differing = []
     for count in counts:
-        start = (x.shape[0] - count) // 2  # rows in another place than at the beginning
+        start = (x.shape[0] - count) // 2  # not the first rows
         if not torch.equal(product(x[start : start + count]), alone[start : start + count]):
             differing.append(count)
     return differing
@@ -60,7 +59,7 @@ def differing_rows(product: Callable[[Tensor], Tensor], x: Tensor, counts: list[
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_are_close_to_float64(backend: str, dtype: torch.dtype) -> None:
-    # Each shape costs torch a probe.
+    # Without kernels, each shape is probed.
     for num_out, depth in SHAPES[:4] if backend == "none" else SHAPES:
         x = rand(7, depth, dtype=dtype)
         weight, bias = rand(num_out, depth, dtype=dtype), rand(num_out, dtype=dtype)
@@ -98,7 +97,7 @@ def test_strides_do_not_change_the_bits(backend: str, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", kernels.available(), indirect=True)
-def test_the_bits_are_the_same_whichever_way_the_weight_lies(
+def test_row_major_and_column_major_weights_give_the_same_bits(
     backend: str, dtype: torch.dtype
 ) -> None:
     # Rows of 1024 numbers lie 4096 or 2048 bytes apart, which changes how they are read.
@@ -121,7 +120,7 @@ def test_the_bits_are_the_same_whichever_way_the_weight_lies(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_edges(backend: str, dtype: torch.dtype) -> None:
+def test_products_of_empty_batched_and_nan_inputs(backend: str, dtype: torch.dtype) -> None:
     weight = rand(5, 60, dtype=dtype)
     assert linear(rand(0, 60, dtype=dtype), weight).shape == (0, 5)
     assert linear(rand(2, 0, 60, dtype=dtype), weight).shape == (2, 0, 5)
@@ -141,7 +140,7 @@ def test_edges(backend: str, dtype: torch.dtype) -> None:
     assert linear(x, weight).isnan().tolist() == [[True] * 5, [False] * 5]
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_mismatched_shapes_and_unknown_kernels_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"\(2, 5\), \(3, 4\)"):
         linear(rand(2, 5), rand(3, 4))
     with pytest.raises(ValueError, match="do not fit"):
@@ -152,35 +151,35 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         linear(rand(2, 4), rand(3, 4))
 
 
-def test_other_dtypes_go_to_torch() -> None:
+def test_other_dtypes_are_multiplied_by_torch() -> None:
     x, weight = rand(3, 60).double(), rand(5, 60).double()
     assert torch.allclose(linear(x, weight), F.linear(x, weight), rtol=1e-12)
     with pytest.raises(RuntimeError, match="dtype"):
         linear(x, weight.float())
 
 
-def test_float32_bits_are_the_same_with_and_without_bf16_instructions() -> None:
-    names = [name for name in kernels.available() if name != "generic"]  # fma in all but one
+def test_float32_products_have_the_same_bits_on_every_fma_instruction_set() -> None:
+    names = [name for name in kernels.available() if name != "generic"]  # all others use FMA
     x, weight = rand(7, 100), rand(33, 100)
     results = [by(name, linear)(x, weight) for name in names]
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_tiles_hide_what_depends_on_the_number_of_rows() -> None:
-    def moody(rows: Tensor) -> Tensor:
+def test_tiles_hide_dependence_on_the_number_of_rows() -> None:
+    def count_dependent(rows: Tensor) -> Tensor:
         return rows * (1 + rows.shape[0] % 4)
 
     x = rand(256, 8)
-    assert differing_rows(moody, x, [1, 2, 4, 8]) == [2, 4, 8]
+    assert differing_rows(count_dependent, x, [1, 2, 4, 8]) == [2, 4, 8]
     for heights in ((16,), (1,), (32, 8)):
-        tiled = partial(in_tiles, heights, moody)
+        tiled = partial(in_tiles, heights, count_dependent)
         assert differing_rows(tiled, x, [*range(1, 100)]) == []
-        assert holds(heights, moody, x)
-    assert differing_rows(partial(in_tiles, (7, 2), moody), x, [7]) == [7]
-    assert not holds((7, 2), moody, x)
+        assert is_position_invariant(heights, count_dependent, x)
+    assert differing_rows(partial(in_tiles, (7, 2), count_dependent), x, [7]) == [7]
+    assert not is_position_invariant((7, 2), count_dependent, x)
 
 
-def test_the_probe_sees_places_and_products_run_on_one_thread() -> None:
+def test_probe_detects_dependence_on_position_and_tiles_run_on_one_thread() -> None:
     x = rand(256, 8)
 
     def by_place(rows: Tensor) -> Tensor:
@@ -190,79 +189,75 @@ def test_the_probe_sees_places_and_products_run_on_one_thread() -> None:
         return rows * torch.get_num_threads()
 
     with threads(2):
-        assert not holds((16,), by_place, x)
-        assert holds((1,), by_place, x)
+        assert not is_position_invariant((16,), by_place, x)
+        assert is_position_invariant((1,), by_place, x)
         assert torch.equal(in_tiles((16,), by_threads, x), x)
         assert torch.get_num_threads() == 2
 
 
-def test_the_probe_reports_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_found", {})
+def test_probe_report_lists_shape_dtype_and_tile_heights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_heights_by_key", {})
     by("none", linear)(rand(3, 100), rand(33, 100))
     ((shape, dtype, heights),) = probe_report()
     assert (shape, dtype) == ((33, 100), torch.float32)
     assert heights in products._CANDIDATES
 
 
-def test_without_kernels_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_with_kernels_disabled_equal_the_torch_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     x, weight = rand(3, 100), rand(33, 100)
     expected = by("none", linear)(x, weight)
-    monkeypatch.setattr(kernels, "wanted", lambda: "none")
+    monkeypatch.setattr(kernels, "requested", lambda: "none")
     assert torch.equal(linear(x, weight), expected)
 
 
 # ---- quantized weights ----
 
-KINDS = [Quantization(bits, size) for bits in (8, 4) for size in GROUP_SIZES]
+KINDS = [Packing(bits, size) for bits in (8, 4) for size in GROUP_SIZES]
 OF_CHECKPOINTS = [
-    (Quantization(8, 128), Encoding.ZERO_POINT),
-    (Quantization(8, 64), Encoding.SIGNED),
-    *((Quantization(8, size), Encoding.FP8) for size in GROUP_SIZES),
-    (Quantization(4, 128), Encoding.ZERO_POINT),
-    (Quantization(4, 64), Encoding.SIGNED),
-    (Quantization(4, 64), Encoding.NF4),
-    (Quantization(4, 128), Encoding.FP4),
-    (Quantization(4, 32), Encoding.MXFP4),
-    (Quantization(8, 32), Encoding.HALF),
-    (Quantization(4, 32), Encoding.HALF),
-    (Quantization(4, 128), Encoding.CENTERED),
-    *((Quantization(8, 32), kind) for kind in BLOCKS),
+    Packing(8, 128, Encoding.ZERO_POINT),
+    Packing(8, 64, Encoding.SIGNED),
+    *(Packing(8, size, Encoding.FP8) for size in GROUP_SIZES),
+    Packing(4, 128, Encoding.ZERO_POINT),
+    Packing(4, 64, Encoding.SIGNED),
+    Packing(4, 64, Encoding.NF4),
+    Packing(4, 128, Encoding.FP4),
+    Packing(4, 32, Encoding.MXFP4),
+    Packing(8, 32, Encoding.HALF),
+    Packing(4, 32, Encoding.HALF),
+    Packing(4, 128, Encoding.CENTERED),
+    *(Packing(8, 32, encoding) for encoding in BLOCKS),
 ]
-ENCODED = [*((kind, Encoding.AFFINE) for kind in KINDS), *OF_CHECKPOINTS]
 
 
-def in_few_bits(
-    weight: Tensor,
-    kind: Quantization,
-    columns: bool = False,
-    encoding: Encoding = Encoding.AFFINE,
-) -> Packed:
-    packing = WeightPacking(tuple(weight.shape), weight.dtype, kind, columns, encoding=encoding)
-    return Packed(pack(weight, packing), packing)
+def in_few_bits(weight: Tensor, kind: Packing, columns: bool = False) -> QuantizedMatrix:
+    packing = WeightPacking(tuple(weight.shape), weight.dtype, kind, columns)
+    return QuantizedMatrix(pack(weight, packing), packing)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("kind", "encoding"), ENCODED, ids=[f"{kind.name}-{code.name}" for kind, code in ENCODED]
+    "kind", KINDS + OF_CHECKPOINTS, ids=lambda k: f"{k.bits}-{k.group}-{k.encoding.name}"
 )
-def test_a_packed_product_is_that_of_the_matrix_it_is_read_back_as(
-    backend: str, dtype: torch.dtype, kind: Quantization, encoding: Encoding
+def test_packed_product_is_bit_identical_to_the_unpacked_one(
+    backend: str, dtype: torch.dtype, kind: Packing
 ) -> None:
     for num_out, depth in ((5, 33), (70, 100), (33, 1000), (140, 256)):
-        depth = -(-depth // BLOCK) * BLOCK if encoding in BLOCKS else depth
+        depth = -(-depth // BLOCK) * BLOCK if kind.encoding in BLOCKS else depth
         wide = rand(num_out, depth)
         wide[: num_out // 3] *= 1e-37  # numbers that the quick rounding would lose
         x, bias = rand(70, depth, dtype=dtype), rand(num_out, dtype=dtype)
-        packed = in_few_bits(wide.to(dtype), kind, encoding=encoding)
+        packed = in_few_bits(wide.to(dtype), kind)
         weight = by("none", unpack)(packed.data, packed.packing)
         for float32 in (False, True):
             expected = linear(x, weight, bias, float32=float32)
             for count in (1, 70) if backend == "none" else (1, 2, 5, 6, 7, 8, 9, 13, 33, 70):
-                made = linear(x[-count:], packed, bias, float32=float32)
-                assert torch.equal(made, expected[-count:]), count
+                out = linear(x[-count:], packed, bias, float32=float32)
+                assert torch.equal(out, expected[-count:]), count
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor | Packed]] = {
+LAYOUTS: dict[str, Callable[[Tensor], Tensor | QuantizedMatrix]] = {
     "N,K": lambda weight: weight,
     "K,N": lambda weight: weight.t().contiguous().t(),
     "int8": lambda weight: in_few_bits(weight, KINDS[1]),
@@ -272,10 +267,10 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor | Packed]] = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_neither_the_number_of_rows_nor_of_threads_shows(
+def test_numbers_of_rows_and_threads_do_not_change_the_bits(
     backend: str, dtype: torch.dtype, layout: str
 ) -> None:
-    # Each shape costs torch a probe. The last one is a layer of a real model.
+    # Without kernels, each shape is probed. The last one is a layer of a real model.
     for num_out, depth in ((33, 100), (1000, 100), (65, 3001), (3072, 1024)):
         if depth > 100 and (backend == "none" or (num_out == 3072 and layout != "N,K")):
             continue
@@ -293,7 +288,7 @@ def test_neither_the_number_of_rows_nor_of_threads_shows(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", kernels.available(), indirect=True)
-def test_several_matrices_at_once(backend: str, dtype: torch.dtype) -> None:
+def test_several_matrices_in_one_call_give_the_same_bits(backend: str, dtype: torch.dtype) -> None:
     wide, bias = rand(90, 200, dtype=dtype), rand(65, dtype=dtype)
     weights = [
         rand(65, 100, dtype=dtype),
@@ -311,14 +306,14 @@ def test_several_matrices_at_once(backend: str, dtype: torch.dtype) -> None:
         assert torch.equal(together, torch.cat(alone, -1))
 
 
-def test_a_packed_weight_by_columns(backend: str) -> None:
+def test_packed_column_major_weight_equals_its_unpacked_product(backend: str) -> None:
     columns, x = in_few_bits(rand(100, 40), KINDS[3], columns=True), rand(3, 100)
     out = linear(x, columns)
     expected = matmul(x, unpack(columns.data, columns.packing))
     assert torch.equal(out, expected)
 
 
-def test_a_packed_weight_that_does_not_fit_is_refused() -> None:
+def test_packed_weight_of_mismatched_shape_is_rejected() -> None:
     packed = in_few_bits(rand(6, 60), KINDS[0])
     with pytest.raises(ValueError, match=r"\(2, 61\), \(6, 60\)"):
         linear(rand(2, 61), packed)

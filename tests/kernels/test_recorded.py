@@ -1,5 +1,5 @@
-"""Decode steps that are recorded: their sizes, their padding, and when they are not. Without a GPU, what
-records a step just runs it again.
+"""Recorded steps as on a GPU: their sizes, their padding, and which steps are not recorded. Here, a replay
+just runs the step again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from support.mtp_toys import toy
 from support.requests_mixed import all_facts, generated
 from support.stages import staged
+from support.sweep import build
 from support.toys import make_toy, random_ids
 from verbatim import LLM, SamplingParams
 from verbatim.batch import Batch
@@ -29,7 +30,7 @@ from verbatim.placement.recorded import RecordedSteps, Recording, Step, rounded_
 
 
 class Counting:
-    """A recorder of steps that notes how often each was recorded and run."""
+    """A recorder that counts recordings and replays."""
 
     def __init__(self) -> None:
         self.recorded = self.runs = 0
@@ -46,10 +47,7 @@ class Counting:
 
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Counting:
-    """Every model records its steps, and those of draft layers, as it does on a GPU.
-
-    Tokens of a draft are drawn one by one, as they are there.
-    """
+    """Every model records its steps and those of draft layers, and draws drafts one by one, as on a GPU."""
     counting, plain = Counting(), resident.Resident.__init__
 
     def opened(self: Any, *args: Any) -> None:
@@ -64,13 +62,13 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Counting:
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Nothing is recorded or replayed here."""
+    """Disable recording and replay."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RecordedSteps, "run", lambda *args: None)
         yield
 
 
-def test_rows_are_rounded_up_by_little() -> None:
+def test_row_counts_are_rounded_up_to_few_sizes_at_most_doubled() -> None:
     sizes = [rounded_rows(rows) for rows in range(1, 513)]
     assert all(size >= rows for rows, size in enumerate(sizes, 1))
     assert sizes == sorted(sizes) and len(set(sizes)) == 25
@@ -85,13 +83,13 @@ def test_recorded_steps_give_the_same_bits(name: str, recording: Counting) -> No
     params = [SamplingParams(max_tokens=2 + 2 * i, seed=i, ignore_eos=True) for i in range(11)]
     module = make_toy(name, dtype=torch.bfloat16)
     found = generated(LLM(module), prompts, params)
-    assert recording.runs == 21 and recording.recorded == 5  # of 16, 8, 4, 2 and 1 rows
+    assert recording.runs == 21 and recording.recorded == 5  # for 16, 8, 4, 2 and 1 rows
     with plainly():
         assert generated(LLM(module), prompts, params) == found
     assert recording.runs == 21
 
 
-def test_recorded_steps_of_stages_give_the_same_bits(
+def test_recorded_steps_of_pipeline_stages_give_the_same_bits(
     recording: Counting, folders: Callable[..., Path]
 ) -> None:
     prompts = [random_ids(3 + 2 * i, i) for i in range(5)]
@@ -106,7 +104,7 @@ def test_recorded_steps_of_stages_give_the_same_bits(
         assert recording.runs - before >= 2 * 7
 
 
-def test_hooks_experts_and_chunks_run_plainly(recording: Counting) -> None:
+def test_steps_with_hooks_experts_or_long_chunks_are_not_recorded(recording: Counting) -> None:
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     with LLM(make_toy("qwen3_moe")) as llm:
         llm.generate(random_ids(5, 1), params)
@@ -120,10 +118,10 @@ def test_hooks_experts_and_chunks_run_plainly(recording: Counting) -> None:
         llm.generate(random_ids(5, 1), params.replace(hidden_states=True))
         assert recording.runs == 3
         llm.generate(random_ids(17, 1), params)
-        assert recording.runs == 5  # the prompt is too long a chunk
+        assert recording.runs == 5  # the prompt chunk is too long
 
 
-def test_another_weight_is_seen(recording: Counting) -> None:
+def test_replaced_weight_is_recorded_again(recording: Counting) -> None:
     module, params = make_toy("llama"), SamplingParams(max_tokens=4, ignore_eos=True, seed=1)
     with LLM(module) as llm:
         llm.generate(random_ids(5, 1), params)
@@ -135,15 +133,15 @@ def test_another_weight_is_seen(recording: Counting) -> None:
         assert recording.recorded == 4
 
 
-def test_what_a_recorded_step_reads_is_kept() -> None:
+def test_inputs_of_a_recorded_step_are_kept_alive() -> None:
     kept: list[weakref.ref[Any]] = []
 
     def record(step: Any) -> Any:
         batch: Batch = inspect.getclosurevars(step).nonlocals["batch"]
         tensors = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
         kept.extend(weakref.ref(x) for x in tensors if isinstance(x, torch.Tensor))
-        made = step()
-        return (lambda: made), 0  # as of a graph, which keeps nothing that it reads
+        result = step()
+        return (lambda: result), 0  # like a CUDA graph, which does not keep its inputs alive
 
     with LLM(make_toy("llama")) as llm:
         decoder: Any = llm.engine.runner.decoder  # type: ignore[attr-defined]
@@ -153,7 +151,7 @@ def test_what_a_recorded_step_reads_is_kept() -> None:
         assert kept and all(tensor() is not None for tensor in kept)
 
 
-def test_what_cannot_be_recorded_runs_plainly_and_says_why() -> None:
+def test_failed_recording_falls_back_to_plain_steps_with_the_reason() -> None:
     def fails(step: Step) -> Recording:
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -163,12 +161,20 @@ def test_what_cannot_be_recorded_runs_plainly_and_says_why() -> None:
         decoder: Any = llm.engine.runner.decoder  # type: ignore[attr-defined]
         decoder.record_steps(lambda _: RecordedSteps(fails))
         llm.generate(random_ids(17, 1), params.replace(max_tokens=1))
-        assert decoder.steps.reason is None  # too long a chunk
+        assert decoder.steps.reason is None  # the chunk is too long
         assert all_facts(llm.generate([random_ids(5, 1)], params)) == expected
         assert "not permitted" in decoder.steps.status
 
 
-def test_a_draft_model_replays_its_steps(recording: Counting) -> None:
+def test_steps_with_indexers_are_not_recorded_on_a_gpu(recording: Counting) -> None:
+    with LLM(build("deepseek_v32")) as llm:
+        llm.generate(random_ids(5, 1), SamplingParams(max_tokens=3, ignore_eos=True))
+        decoder: Any = llm.engine.runner.decoder  # type: ignore[attr-defined]
+        assert "indexers copy the number of keys" in decoder.steps.status
+    assert recording.recorded == 0
+
+
+def test_steps_of_a_draft_model_are_replayed(recording: Counting) -> None:
     prompts = [random_ids(5, i) for i in range(3)]
     params = SamplingParams(max_tokens=9, seed=1, ignore_eos=True)
     model = make_toy("llama")
@@ -183,10 +189,10 @@ def test_a_draft_model_replays_its_steps(recording: Counting) -> None:
 
 @pytest.mark.parametrize("drafting", ["early-exit", "mtp", "ngram"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
-def test_drafts_and_their_verification_are_recorded(
+def test_steps_of_drafts_and_their_verification_are_recorded(
     name: str, drafting: str, recording: Counting
 ) -> None:
-    """With states, only steps of one row a sequence are."""
+    """With recurrent states, only steps of one row per sequence are recorded."""
     pair = toy(name, 1 if name == "qwen3_5" else 2, torch.bfloat16)
     draft: Any = Mtp(pair.mtp) if drafting == "mtp" else drafting
     prompts = [random_ids(3 + i, i) for i in range(3)]

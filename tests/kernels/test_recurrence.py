@@ -1,4 +1,4 @@
-"""The kernels of recurrent layers against their references, and the same bits in every cut."""
+"""Kernels of recurrent layers: compared with their references, and bit-identical in every chunking."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def each_backend(names: str, cases: list[Any], slow: Callable[[Any], bool]) -> A
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where the kernels of this backend run."""
+    """The device on which the kernels of this backend run."""
     if request.param == "compiled":
         if kernels.library() is None:
             pytest.skip("no compiled kernels")
@@ -55,13 +55,14 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     from verbatim.kernels.triton import recurrence
 
     if INTERPRETED:
-        monkeypatch.setattr(kernels, "wanted", lambda: "triton")
-        monkeypatch.setattr(recurrence, "NUMBERS", 2048)  # it takes its time for each program
+        monkeypatch.setattr(kernels, "requested", lambda: "triton")
+        # The interpreter takes long for each program.
+        monkeypatch.setattr(recurrence, "NUMBERS", 2048)
     return DEVICE
 
 
 def thread_counts(device: torch.device) -> Iterator[int]:
-    """Numbers of threads, each set while it is used; none for Triton, which has no threads."""
+    """Set and yield numbers of threads; none for Triton, which has no threads."""
     for threads in (1, 3, 7) if kernels.library() is not None and device.type == "cpu" else ():
         torch.set_num_threads(threads)
         yield threads
@@ -121,7 +122,7 @@ def cut(given: dict[str, Any], cuts: list[tuple[int, int]]) -> dict[str, Any]:
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("by_row", [False, True])
 @each_backend("shape", SHAPES, slow=lambda shape: shape[2] > 16)
-def test_recurrence(
+def test_linear_recurrence_matches_reference_with_same_bits_in_chunks(
     shape: tuple[int, int, int, int], by_row: bool, delta: bool, device: torch.device
 ) -> None:
     given = operands(shape, device, by_row=by_row, delta=delta)
@@ -146,7 +147,8 @@ def test_recurrence(
     at = rows_of(device, heads_of, [(0, 1), (0, 2), (0, 3)], every=False)
     head = linear_recurrence(**cut(given, heads_of), state=cuts, at=at)
     at = rows_of(device, tails, [(1, 4), (2, 5), (3, 6)], every=False)
-    at = at._replace(rows=at.rows[1:], targets=at.targets[1:])  # the first has no rows left
+    # The first sequence has no rows left.
+    at = at._replace(rows=at.rows[1:], targets=at.targets[1:])
     tail = linear_recurrence(**cut(given, tails), state=cuts, at=at)
     assert torch.equal(torch.cat([head[:21], tail[:17], head[21:], tail[17:]]), out)
     assert torch.equal(cuts[5], states[10 + 36]) and torch.equal(cuts[6], states[60 + 4])
@@ -154,7 +156,7 @@ def test_recurrence(
 
 @pytest.mark.parametrize("delta", [False, True])
 @each_backend("depth", [9, 16, 128], slow=lambda depth: depth > 16)
-def test_rates_are_decays_of_each_row(depth: int, delta: bool, device: torch.device) -> None:
+def test_rate_equals_a_decay_of_each_row(depth: int, delta: bool, device: torch.device) -> None:
     given = operands((40, 1, depth, 1), device, by_row=False, delta=delta)
     rate = -torch.rand(40, depth, generator=torch.Generator().manual_seed(1)).to(device) * 4
     at = rows_of(device, [(0, n) for n in LENGTHS], [(0, 1), (0, 2), (0, 3)], every=False)
@@ -178,7 +180,7 @@ def test_rates_are_decays_of_each_row(depth: int, delta: bool, device: torch.dev
 @each_backend(
     "channels,width", [(64, 4), (37, 3), (200, 7), (5, 2)], slow=lambda case: case != (37, 3)
 )
-def test_convolution(
+def test_causal_conv_matches_reference_with_same_bits_token_by_token(
     channels: int, width: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
 ) -> None:
     noise = torch.Generator().manual_seed(0)
@@ -203,7 +205,7 @@ def test_convolution(
     assert torch.allclose(out[1:38], alone, rtol=1e-4, atol=1e-4)
     for _ in thread_counts(device):
         assert torch.equal(causal_conv(x, weight, bias, states.clone(), at), out)
-    for row in range(1, 38):  # token by token from the states before
+    for row in range(1, 38):  # token by token from the previous states
         at = rows_of(device, [(0, 1)], [(row if row > 1 else 0, 99)], every=False)
         assert torch.equal(causal_conv(x[row : row + 1], weight, bias, states, at)[0], out[row])
 
@@ -211,7 +213,9 @@ def test_convolution(
 @pytest.mark.skipif(kernels.library() is None, reason="no compiled kernels")
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("channels", [16, 37, 400])
-def test_weighted_mean(channels: int, by_row: bool) -> None:
+def test_weighted_mean_matches_reference_with_same_bits_token_by_token(
+    channels: int, by_row: bool
+) -> None:
     device, noise = torch.device("cpu"), torch.Generator().manual_seed(0)
     key, value, rates = torch.randn(3, sum(LENGTHS), channels, generator=noise) * 3
     first, decay = torch.rand(2, channels, generator=noise)
@@ -227,16 +231,16 @@ def test_weighted_mean(channels: int, by_row: bool) -> None:
     assert torch.allclose(out, expected, rtol=1e-5, atol=1e-4)
     assert torch.allclose(states, expected_states, rtol=1e-5, atol=1e-4, equal_nan=True)
     assert not states[at.targets.long()].isnan().any()
-    # The definition: weights exp(key - the decays of the rows between), of the row itself exp(key + first).
+    # By definition, rows weigh exp(key - decays of the rows in between), and the row itself exp(key + first).
     exponents = key[1:38].double()
     exponents[:-1] -= decay.expand_as(key)[2:38].double().flip(0).cumsum(0).flip(0)
-    exponents[:-1] += decay.expand_as(key)[37]  # not yet that of the row itself
+    exponents[:-1] += decay.expand_as(key)[37]  # without the decay of the row itself
     exponents[-1] += first
     mean = (exponents.softmax(0) * value[1:38]).sum(0)
     assert torch.allclose(out[37].double(), mean, rtol=1e-3, atol=1e-3)
     for _ in thread_counts(device):
         assert torch.equal(weighted_mean(key, value, first, decay, states.clone(), at), out)
-    for row in range(1, 38):  # token by token from the states before
+    for row in range(1, 38):  # token by token from the previous states
         at = rows_of(device, [(0, 1)], [(row if row > 1 else 0, 99)], every=False)
         now = slice(row, row + 1)
         rows = key[now], value[now], first, decay[now] if by_row else decay

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for a GPU that is not there, and one binary serves every number of rows."""
+"""Triton kernels compiled without a GPU: one binary serves every number of rows."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ pytest.importorskip("triton", reason="Triton is not installed (torch brings it a
 
 
 @pytest.mark.slow
-def test_one_binary_serves_every_number_of_rows(
+def test_one_triton_binary_serves_every_number_of_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler chooses its instructions by tile shapes; with another binary, bits might change."""
+    """The compiler chooses instructions by tile shapes, so another binary might give other bits."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    said = run_program("-m", "support.triton_compile", TRITON_CACHE_DIR=str(tmp_path))
-    lines = [line.split() for line in said.splitlines()]
+    output = run_program("-m", "support.triton_compile", TRITON_CACHE_DIR=str(tmp_path))
+    lines = [line.split() for line in output.splitlines()]
     numbers: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for label, kernel, number, *words in lines:
         assert "tf32" not in words, (kernel, words)
         if kernel == "_masses":
-            assert "fma.rn.f64" not in words  # its bits are the CPU's
+            assert "fma.rn.f64" not in words  # bit-identical to the CPU
         numbers[kernel][label].add(number)
     assert {
         "_attend",
@@ -41,7 +41,7 @@ def test_one_binary_serves_every_number_of_rows(
     } <= set(numbers)
     for kernel in ("_attend", "_finish", "_linear", "_causal_conv", "_linear_recurrence"):
         by_rows = [numbers[kernel][label] for label in ("1x1", "4x4", "77x3")]
-        # One for each dtype; of recurrences, for each kind; of attention, for each `kv_dtype`; of products,
-        # for each height of tiles, with one matrix and with one for each expert.
+        # One per dtype; of recurrences, one per kind; of attention, one per `kv_dtype`; of products, one
+        # per tile height, with one matrix and with one per expert.
         assert len(by_rows[0]) == {"_attend": 6, "_linear": 8}.get(kernel, 2)
         assert by_rows[0] == by_rows[1] == by_rows[2], kernel

@@ -1,4 +1,4 @@
-"""A model that generates by Triton's kernels: the paths of a GPU, on the CPU under the interpreter."""
+"""Generation with Triton kernels: the code paths of a GPU, also on the CPU under the interpreter."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from verbatim.kv.store import KVStore
 from verbatim.model import experts
 from verbatim.model.decoder import Decoder
 from verbatim.model.mtp_source import Mtp
-from verbatim.model.packing import choose_packings
-from verbatim.model.quantization import resolve_quantization
-from verbatim.model.quantize import rounded
+from verbatim.model.quantizable import choose_packings
 from verbatim.placement.recorded import RecordedSteps
+from verbatim.quantization.formats import resolve_quantization
+from verbatim.quantization.matrix import rounded
 from verbatim.sampling.sampler import sample_rows
 
 TINY = dict(
@@ -52,7 +52,7 @@ TOYS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
-        monkeypatch.setattr("verbatim.kernels.wanted", lambda: "triton")
+        monkeypatch.setattr("verbatim.kernels.requested", lambda: "triton")
 
 
 def toy(name: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -60,7 +60,7 @@ def toy(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """A greedy one, one that samples, two samples with filters, and one that is only scored."""
+    """A greedy request, a sampled one, one of two samples with filters, and one that is only scored."""
     prompts = [[i % 60 + 3 for i in random_ids(length, length)] for length in (6, 3, 5, 4)]
     params = [
         SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, seed=0),
@@ -81,14 +81,14 @@ def holds_in_every_schedule(module: Any, **options: Any) -> None:
     with LLM(module, **options) as llm:
         expected = facts(llm)
         assert [facts(llm, slice(i, i + 1))[0] for i in (0, 2)] == expected[::2], "alone"
-        info = llm.info()  # kv_memory is for what a token takes in all, its experts' ids among it
+        info = llm.info()  # kv_memory covers all bytes of a token, also the ids of its experts
         tokens = info["num_blocks"] * info["block_size"]
         states = info["state_bytes"] * info.get("state_slots", 0)
         per_token = (info["kv_bytes"] - states + info["routing_bytes"]) // tokens
     with LLM(module, **options, max_batch_tokens=4, block_size=3) as llm:
         assert facts(llm) == expected, "chunked"
     kv_memory = per_token * 16
-    if states:  # half of it is for them, and a sequence needs three slots
+    if states:  # half of kv_memory is for states, and a sequence needs three slots
         kv_memory = 2 * max(kv_memory, 3 * info["state_bytes"])
     memory = dict(kv_memory=kv_memory, block_size=4, prefix_cache=False)
     with LLM(module, **options, **memory) as llm:
@@ -97,7 +97,7 @@ def holds_in_every_schedule(module: Any, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", slow_but(["bfloat16"], ["bfloat16", "float16"]))
-def test_batched_and_in_chunks_the_bits_are_the_same(dtype: str) -> None:
+def test_batched_and_chunked_prompts_give_the_same_bits(dtype: str) -> None:
     module, prompts = toy("llama", getattr(torch, dtype)), [[5, 9, 4, 30, 7], [6, 11]]
     params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
     with LLM(module, deterministic=True) as llm:
@@ -113,7 +113,7 @@ def test_batched_and_in_chunks_the_bits_are_the_same(dtype: str) -> None:
         [("llama", "int4"), ("qwen3_moe", "int8"), ("llama", "w8a8"), ("gpt2", "w4a8")],
     ),
 )
-def test_a_quantized_model_keeps_the_bits_of_its_decoded_weights(
+def test_quantized_model_is_bit_identical_to_one_of_its_decoded_weights(
     name: str, quantization: str, tmp_path: Path
 ) -> None:
     module, prompts = toy(name, torch.bfloat16).cpu(), [[5, 9, 4, 30, 7], [6, 11]]
@@ -137,7 +137,7 @@ def test_a_quantized_model_keeps_the_bits_of_its_decoded_weights(
 
 
 @pytest.mark.parametrize("kind", slow_but(["mtp"], ["model", "mtp", "early-exit"]))
-def test_drafts_change_no_bit(kind: str) -> None:
+def test_drafts_do_not_change_the_bits(kind: str) -> None:
     kinds = dict(num_mtp_layers=1, mtp_layer_types=["full_attention"])
     main = make_toy("qwen3", **TOYS["qwen3"], **kinds)
     mtp = random_mtp(main, 1).to(torch.bfloat16)
@@ -155,18 +155,18 @@ def test_drafts_change_no_bit(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 @pytest.mark.parametrize("name", TOYS)
-def test_every_kind_of_model_keeps_its_bits(name: str, dtype: str) -> None:
+def test_models_are_bit_identical_in_every_schedule(name: str, dtype: str) -> None:
     holds_in_every_schedule(toy(name, getattr(torch, dtype)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
-def test_a_quantized_kv_cache_keeps_its_bits(kv_dtype: str) -> None:
+def test_quantized_kv_cache_is_bit_identical_in_every_schedule(kv_dtype: str) -> None:
     holds_in_every_schedule(toy("qwen3", torch.bfloat16), kv_dtype=kv_dtype)
 
 
 @pytest.mark.parametrize("name", slow_but(["llama"], TOYS))
-def test_greedy_tokens_are_transformers(name: str) -> None:
+def test_greedy_tokens_equal_transformers(name: str) -> None:
     module = toy(name)
     prompt = requests()[0][0]
     theirs = module.generate(
@@ -178,7 +178,7 @@ def test_greedy_tokens_are_transformers(name: str) -> None:
 
 
 def logits_of(module: Any, *, fused: bool, batch_invariant: bool = True) -> torch.Tensor:
-    """Of one sequence, in chunks of 7 and 4 rows."""
+    """Logits of one sequence, in chunks of 7 and 4 rows."""
     decoder = Decoder(module, fused=fused, batch_invariant=batch_invariant)
     store = KVStore(decoder.spec.layers, 4, 4, decoder.spec.dtype, DEVICE)
     store.batch_invariant = batch_invariant
@@ -187,7 +187,7 @@ def logits_of(module: Any, *, fused: bool, batch_invariant: bool = True) -> torc
     for first, last in ((0, 7), (7, 11)):
         rows = range(last - first)
         batch = Batch.of([(range(3 + first, 3 + last), first, [1, 2, 3])], rows)
-        found.append(decoder.forward(batch, store))
+        found.append(decoder.run(batch, store).logits)
     return torch.cat(found)
 
 
@@ -195,7 +195,7 @@ def logits_of(module: Any, *, fused: bool, batch_invariant: bool = True) -> torc
 @pytest.mark.parametrize(
     "name", ["qwen3", "llama", "qwen2", "gemma2", "gemma3", "phi3", "mistral", "qwen3_moe"]
 )
-def test_layers_with_fewer_launches_have_the_same_bits(name: str) -> None:
+def test_fused_layers_have_the_same_bits_and_call_hooks(name: str) -> None:
     module = make_toy(name, dtype=torch.bfloat16, **TOYS.get(name, TINY)).to(DEVICE)
     plain = logits_of(module, fused=False)
     assert torch.equal(logits_of(module, fused=True), plain)
@@ -207,20 +207,20 @@ def test_layers_with_fewer_launches_have_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_an_owner_changes_after_the_look_counts() -> None:
+def test_scaling_changed_after_the_first_forward_takes_effect() -> None:
     module = toy("llama")
     decoder = Decoder(module)
     batch = Batch.of([([5, 6, 7], 0, [1])], range(3))
     store = KVStore(decoder.spec.layers, 2, 4, torch.float32, DEVICE)
-    before = decoder.forward(batch, store)
+    before = decoder.run(batch, store).logits
     module.model.layers[0].self_attn.scaling *= 3
-    after = decoder.forward(batch, store)
+    after = decoder.run(batch, store).logits
     assert not torch.equal(after, before)
-    assert torch.equal(after, Decoder(module, fused=False).forward(batch, store))
+    assert torch.equal(after, Decoder(module, fused=False).run(batch, store).logits)
 
 
 @pytest.mark.slow
-def test_without_the_same_bits_it_computes_the_same_within_rounding() -> None:
+def test_logits_without_batch_invariance_agree_within_rounding() -> None:
     module = toy("qwen3")
     exact = logits_of(module, fused=True)
     fast = logits_of(module, fused=True, batch_invariant=False)
@@ -230,7 +230,7 @@ def test_without_the_same_bits_it_computes_the_same_within_rounding() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_all_experts_at_once_have_the_bits_of_one_by_one(
+def test_all_experts_at_once_are_bit_identical_to_one_by_one(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = toy(name, torch.bfloat16)
@@ -240,9 +240,9 @@ def test_all_experts_at_once_have_the_bits_of_one_by_one(
     weights = torch.rand(9, 2)
     given = [found, *(x.to(DEVICE) for x in (hidden, index, weights))]
     calls: list[Any] = []
-    one = experts.ExpertsParts.one
+    one = experts.ExpertsParts.run_one
     monkeypatch.setattr(
-        experts.ExpertsParts, "one", lambda *args: (calls.append(args), one(*args))[1]
+        experts.ExpertsParts, "run_one", lambda *args: (calls.append(args), one(*args))[1]
     )
     with torch.inference_mode():
         at_once = experts.flat_experts(*given)
@@ -253,7 +253,7 @@ def test_all_experts_at_once_have_the_bits_of_one_by_one(
 
 
 def test_recorded_steps_of_experts_have_the_same_bits_and_routing() -> None:
-    """Without a GPU, what records a step runs it again."""
+    """Here, a replay runs the step again."""
     module, prompts = toy("qwen3_moe", torch.bfloat16), [[5, 9, 8], [7, 6, 5, 4]]
     params = SamplingParams(max_tokens=3, seed=1, ignore_eos=True, record_routing=True)
 
@@ -269,7 +269,7 @@ def test_recorded_steps_of_experts_have_the_same_bits_and_routing() -> None:
     assert generated(True) == generated(False)
 
 
-def test_rows_of_all_kinds_are_drawn_as_by_one_sampler() -> None:
+def test_rows_with_mixed_params_are_drawn_as_on_the_cpu() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(5, 100, generator=generator)
     every = [

@@ -1,4 +1,4 @@
-"""Stages and ranks that compute by Triton's kernels: on a GPU, or under the interpreter on the CPU."""
+"""Pipeline stages and tensor-parallel ranks with Triton kernels, on a GPU or under the interpreter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TINY = dict(
 @pytest.fixture(autouse=True)
 def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
-        monkeypatch.setattr("verbatim.kernels.wanted", lambda: "triton")
+        monkeypatch.setattr("verbatim.kernels.requested", lambda: "triton")
         monkeypatch.setenv("VERBATIM_KERNELS", "triton")  # for other processes
 
 
@@ -44,7 +44,9 @@ def generated(folder: Path, placement: Any = None) -> tuple[list[Any], dict[str,
     [Cluster(stages=2, spares=0, patience_s=PATIENCE_S), TensorParallel(2)],
     ids=["stages", "ranks"],
 )
-def test_processes_have_the_bits_of_one(placement: Any, folders: Callable[..., Path]) -> None:
+def test_stages_and_ranks_are_bit_identical_to_one_process(
+    placement: Any, folders: Callable[..., Path]
+) -> None:
     folder = folders("llama", **TINY)
     expected, alone = generated(folder)
     found, info = generated(folder, placement)

@@ -1,4 +1,4 @@
-"""Beam search through the whole engine: ids and scores are transformers'."""
+"""Beam search through the whole engine: same ids and scores as transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPTS = [random_ids(n, seed=n) for n in (17, 3, 9, 26)]
 
 
 def theirs(model: Any, num_beams: int, **settings: Any) -> list[list[tuple[list[int], float]]]:
-    """transformers' answer for the ragged batch, left-padded: ids and score of each beam of each prompt."""
+    """Return ids and score of each beam of each prompt from transformers, for the left-padded batch."""
     width = max(map(len, PROMPTS))
     padded = torch.tensor([[0] * (width - len(p)) + p for p in PROMPTS])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS])
@@ -43,7 +43,7 @@ def theirs(model: Any, num_beams: int, **settings: Any) -> list[list[tuple[list[
     ("length_penalty", "early_stopping"), [(1.0, False), (0.5, True), (2.0, "never")]
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_four_beams_are_those_of_transformers(
+def test_beam_search_matches_transformers(
     name: str, length_penalty: float, early_stopping: bool | str
 ) -> None:
     model = make_toy(name)
@@ -67,5 +67,5 @@ def test_four_beams_are_those_of_transformers(
             total = sum(c.logprobs) / len(c.token_ids) ** length_penalty
             assert total == pytest.approx(c.score, rel=1e-5)
             ended += c.finish_reason == "stop"
-    # Long ones win with a large penalty. Elsewhere a test without such an end would not see much.
+    # With a large penalty long hypotheses win. Otherwise some must end early, or the test shows little.
     assert ended or length_penalty > 0.5

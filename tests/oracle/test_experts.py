@@ -1,4 +1,4 @@
-"""Mixtures of experts: one call of the kernels has the bits of expert by expert, in any batch."""
+"""Mixture of experts: a fused kernel call is bit-identical to running expert by expert, in any batch."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ from verbatim.model.experts import (
     parts_of,
     run_experts,
 )
-from verbatim.model.packed import hold_packed
-from verbatim.model.quantization import Quantization
-from verbatim.model.quantize import pack
+from verbatim.model.quantized import hold_quantized
 from verbatim.model.router import (
     AS_IS,
     SIGMOID,
@@ -48,7 +46,8 @@ from verbatim.model.router import (
     choose,
     router_parts,
 )
-from verbatim.model.weight_packing import WeightPacking
+from verbatim.quantization.formats import Quantization
+from verbatim.quantization.matrix import pack
 
 needs_kernels = pytest.mark.skipif(
     kernels.library() is None, reason="there are no compiled kernels, whose bits these are"
@@ -59,7 +58,7 @@ KINDS += [Quantization(8, activation_bits=8), Quantization(4, activation_bits=8)
 
 
 class Experts(nn.Module):
-    """As transformers' classes of the interface are."""
+    """Experts as in the classes of transformers' experts interface."""
 
     def __init__(self, gated: bool, transposed: bool, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -126,10 +125,9 @@ def quantized(module: Any, kind: Quantization | None) -> Any:
         parameter = module._parameters[name]
         if parameter.ndim != 3:
             continue
-        shape, columns = tuple(parameter.shape), module.is_transposed
-        packing = WeightPacking(shape, parameter.dtype, kind, columns)
+        packing = kind.packing(parameter.shape, parameter.dtype, module.is_transposed)
         packed = pack(parameter, packing)
-        hold_packed(module, name, packed, packing)
+        hold_quantized(module, name, packed, packing)
     return module
 
 
@@ -140,9 +138,9 @@ def choice(rows: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def one_by_one(run: Callable[..., Tensor], *operands: Any) -> Tensor:
-    """Run experts by a product at a time."""
+    """Run experts without the fused kernels: one matrix product at a time."""
     with pytest.MonkeyPatch.context() as without:
-        without.setattr(experts_module.ExpertsParts, "served", lambda parts, rows: None)
+        without.setattr(experts_module.ExpertsParts, "struct_for", lambda parts, rows: None)
         return run(*operands)
 
 
@@ -150,7 +148,7 @@ def one_by_one(run: Callable[..., Tensor], *operands: Any) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=[k.name if k else "plain" for k in KINDS])
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
-def test_one_call_has_the_bits_of_expert_by_expert(
+def test_fused_experts_are_bit_identical_to_expert_by_expert(
     dtype: torch.dtype, kind: Quantization | None, transposed: bool
 ) -> None:
     noise = torch.Generator().manual_seed(1)
@@ -162,7 +160,7 @@ def test_one_call_has_the_bits_of_expert_by_expert(
         (Experts, False, True),
     ):
         module = quantized(cls(gated, transposed, bias, dtype), kind)
-        assert parts_of(module).served(x) is not None
+        assert parts_of(module).struct_for(x) is not None
         expected = one_by_one(flat_experts, module, x, index, weights)
         assert torch.isfinite(expected).all()
         for threads in (1, 2, 3, 7):
@@ -177,9 +175,7 @@ def test_one_call_has_the_bits_of_expert_by_expert(
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cls", CLAMPED)
-def test_a_clamped_gate_of_the_kernels_is_the_formula_in_torch(
-    cls: type[Experts], dtype: torch.dtype
-) -> None:
+def test_clamped_gate_kernels_match_torch(cls: type[Experts], dtype: torch.dtype) -> None:
     parts = parts_of(module := cls(True, False, False, dtype))
     assert parts.glu == CLAMPED[cls]
     x = 3 * torch.randn(50, 2 * INNER, generator=torch.Generator().manual_seed(4))
@@ -195,7 +191,7 @@ def test_a_clamped_gate_of_the_kernels_is_the_formula_in_torch(
 
 
 @needs_kernels
-def test_sorted_rows_and_experts_beyond_the_last() -> None:
+def test_sorted_rows_and_identity_experts_are_bit_identical() -> None:
     module = Experts(True, False, False, torch.bfloat16)
     x = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
     counts = [4, 0, 0, 9, 7, 0, 0]
@@ -210,15 +206,15 @@ def test_sorted_rows_and_experts_beyond_the_last() -> None:
     assert torch.equal(both[0][1], x[1])
 
 
-def test_weights_that_the_kernels_do_not_read_run_expert_by_expert() -> None:
+def test_float16_weights_run_without_kernels() -> None:
     module = Experts(True, False, False, torch.float16)
     x = torch.randn(5, HIDDEN).half()
     index, weights = choice(5, 2)
-    assert parts_of(module).served(x) is None
+    assert parts_of(module).struct_for(x) is None
     assert flat_experts(module, x, index, weights).dtype is torch.float16
 
 
-# ---- the choice ----
+# ---- routing ----
 
 FORMS = [
     RouterForm(4),
@@ -233,26 +229,26 @@ FORMS = [
 @needs_kernels
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("form", FORMS, ids=range(len(FORMS)))
-def test_the_kernel_chooses_as_torch_does(form: RouterForm, corrected: bool) -> None:
+def test_router_kernel_matches_torch(form: RouterForm, corrected: bool) -> None:
     noise = torch.Generator().manual_seed(4)
     logits = torch.randn(200, 20, generator=noise) * 3
     correction = torch.randn(20, generator=noise) * 0.1 if corrected else None
     forced = torch.full((200, form.top_k), -1)
     forced[50:60] = torch.arange(form.top_k) * 2
-    for asked in (None, forced):
-        weights, index = choose(logits, form, correction, asked)
-        expected = by("none", choose)(logits, form, correction, asked)
+    for forced_ids in (None, forced):
+        weights, index = choose(logits, form, correction, forced_ids)
+        expected = by("none", choose)(logits, form, correction, forced_ids)
         assert torch.equal(index, expected[1])
         torch.testing.assert_close(weights, expected[0], rtol=1e-5, atol=1e-7)
         for rows in (1, 7):
             alone = choose(
-                logits[-rows:], form, correction, None if asked is None else asked[-rows:]
+                logits[-rows:], form, correction, None if forced_ids is None else forced_ids[-rows:]
             )
             assert torch.equal(alone[0], weights[-rows:])
 
 
 @pytest.mark.usefixtures("backend")
-def test_equal_scores_go_to_the_lowest_number_and_nan_to_somebody() -> None:
+def test_equal_router_scores_pick_lowest_ids_and_nan_picks_valid_ids() -> None:
     _, index = choose(torch.zeros(2, 8), RouterForm(3, AS_IS, SOFTMAX))
     assert index.tolist() == [[0, 1, 2]] * 2
     _, index = choose(torch.full((1, 8), torch.nan), RouterForm(3))
@@ -261,8 +257,8 @@ def test_equal_scores_go_to_the_lowest_number_and_nan_to_somebody() -> None:
 
 
 @needs_kernels
-def test_another_default_dtype_changes_nothing() -> None:
-    """Whoever opens a model in another thread sets it for the whole process."""
+def test_default_dtype_does_not_change_routing() -> None:
+    """Opening a model in another thread sets the default dtype for the whole process."""
     logits = torch.randn(64, 20, generator=torch.Generator().manual_seed(5))
     expected = choose(logits, FORMS[0])
     torch.set_default_dtype(torch.bfloat16)
@@ -274,7 +270,7 @@ def test_another_default_dtype_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
 
 
-def test_a_router_that_does_something_else_has_no_form() -> None:
+def test_unknown_router_has_no_form() -> None:
     class Router(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -296,7 +292,7 @@ def test_a_router_that_does_something_else_has_no_form() -> None:
 @pytest.mark.parametrize(
     ("case", "dtype"), list(zip(ROUTED, itertools.cycle([torch.float32, torch.bfloat16])))
 )
-def test_fused_and_plain_layers_agree_in_bits_and_routing(case: str, dtype: torch.dtype) -> None:
+def test_fused_and_plain_layers_have_same_bits_and_routing(case: str, dtype: torch.dtype) -> None:
     model = build(case).to(dtype)
     fused, plain = opened(model), opened(model)
     spec = plain.decoder.spec
@@ -315,13 +311,13 @@ def test_fused_and_plain_layers_agree_in_bits_and_routing(case: str, dtype: torc
 
 @needs_kernels
 @pytest.mark.parametrize("case", [*ROUTED, "dbrx", "jetmoe", "longcat_flash"])
-def test_no_supported_mixture_needs_the_override(case: str) -> None:
-    called = {"beam": {"exp"}, "deepseek_v2": {"mul"}}.get(case, set())  # by their own code
+def test_supported_moe_models_need_no_function_override(case: str) -> None:
+    called = {"beam": {"exp"}, "deepseek_v2": {"mul"}}.get(case, set())  # by the model's code
     assert opened(build(case)).decoder.spec.needs_override == called
 
 
 @needs_kernels
-def test_info_says_how_experts_run() -> None:
+def test_info_reports_how_experts_run() -> None:
     for case, way in (
         ("qwen3_moe", "in the kernel call of their layer"),
         ("dbrx", "all in one kernel call"),
@@ -337,7 +333,7 @@ def test_info_says_how_experts_run() -> None:
 
 
 @needs_kernels
-def test_a_correction_that_is_updated_in_place_is_seen() -> None:
+def test_in_place_update_of_router_correction_takes_effect() -> None:
     model = build("deepseek_v3" if "glm4_moe" not in sweep.cases() else "glm4_moe")
     runner = opened(model)
     before = runner.forward(batch([0], WHOLE[:1])).logits
@@ -349,7 +345,7 @@ def test_a_correction_that_is_updated_in_place_is_seen() -> None:
     assert (records(runner)[0] == 0).any(-1).all()
 
 
-def test_parts_do_not_keep_their_module_alive() -> None:
+def test_cached_expert_parts_do_not_keep_module_alive() -> None:
     module = Experts(True, False, False, torch.float32)
     parts_of(module)
     before = len(experts_module._parts)
@@ -357,11 +353,11 @@ def test_parts_do_not_keep_their_module_alive() -> None:
     assert len(experts_module._parts) == before - 1
 
 
-def test_experts_of_an_unknown_gate_are_refused_by_the_kernels_alone() -> None:
+def test_experts_with_unknown_gate_are_rejected_by_kernels() -> None:
     class Odd(Experts):
         def _apply_gate(self, x: Tensor) -> Tensor:
             gate, up = x.chunk(2, -1)
             return torch.tanh(gate) * up
 
-    with pytest.raises(Exception, match="of no known kind"):
+    with pytest.raises(Exception, match="has an unknown form"):
         parts_of(Odd(True, False, False, torch.float32))

@@ -1,4 +1,4 @@
-"""GGUF files: a toy written as llama.cpp stores it, and the tokens of its dequantized numbers."""
+"""GGUF files: toy models written as llama.cpp stores them give the tokens of their dequantized weights."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from support.requests_mixed import all_facts, generated, mixed_requests
 from support.toys import make_toy, random_ids, scores_of
 from verbatim import LLM, Cluster, ModelError, NotSupported, Offload, TensorParallel
 from verbatim.errors import ModelChanged
-from verbatim.model.weight_packing import Encoding
-from verbatim.weights import gguf as reading
+from verbatim.kernels.packing import Encoding
 from verbatim.weights.formats import gguf as formats
 from verbatim.weights.formats.gguf import HALVES
 
 gguf = pytest.importorskip("gguf")
 
-# transformers takes the width of a head to be 128, whatever the file says.
+# transformers assumes head_dim=128, whatever the file says.
 SHAPE: dict[str, Any] = dict(head_dim=128, num_attention_heads=2, num_key_value_heads=1)
-SHAPE |= dict(rms_norm_eps=2.0**-20)  # which a file has in float32
+SHAPE |= dict(rms_norm_eps=2.0**-20)  # exact in the float32 of a file
 
 
 def blocks(shape: tuple[int, ...], how: Any) -> Any:
-    """Return random blocks of a type that the gguf package reads and does not write, with small scales."""
+    """Return random blocks, with small scales, of a type that the gguf package can read but not write."""
     size, nbytes = gguf.GGML_QUANT_SIZES[how]
     generator = np.random.default_rng(sum(shape))
     data = generator.integers(0, 256, (*shape[:-1], shape[-1] // size, nbytes), dtype=np.uint8)
@@ -53,13 +52,13 @@ def write(
     """Write a module as a GGUF file with its matrices as `kind`.
 
     Args:
-        kind: after a "+", the type of one matrix.
-        rope: type of the scaling of rotary frequencies; "": a factor without a type.
+        kind: quantization type; after a "+", the type of one of the matrices.
+        rope: type of RoPE scaling; "": a factor without a type.
         factor: of that scaling.
         factors: what each rotary frequency is divided by.
 
     Returns:
-        What the file holds, by transformers' names.
+        The dequantized tensors of the file, by transformers' names.
     """
     usual, *other = (gguf.GGMLQuantizationType[name] for name in kind.split("+"))
     config = module.config
@@ -94,13 +93,11 @@ def write(
         elif "gate_up_proj" in name and tensor.ndim == 3:
             parts = zip(("gate", "up"), tensor.chunk(2, 1), strict=True)
             layer = short.split(".mlp")[0]
-            made = [add(f"{layer}.ffn_{part}_exps.weight", x, how) for part, x in parts]
-            held[name] = torch.cat(made, 1)
+            stacks = [add(f"{layer}.ffn_{part}_exps.weight", x, how) for part, x in parts]
+            held[name] = torch.cat(stacks, 1)
         elif "down_proj" in name and tensor.ndim == 3:
             held[name] = add(f"{short.split('.mlp')[0]}.ffn_down_exps.weight", tensor, how)
-        elif family == "llama" and re.search(
-            r"attn_[qk]\.", short
-        ):  # rotated pairs lie side by side
+        elif family == "llama" and re.search(r"attn_[qk]\.", short):  # rotary pairs are adjacent
             pairs = tensor.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2)
             rows = add(short, pairs.flatten(0, 2), how).unflatten(0, (-1, config.head_dim // 2, 2))
             held[name] = rows.transpose(1, 2).flatten(0, 2)
@@ -116,9 +113,9 @@ def module() -> Any:
 
 
 WIDE: dict[str, Any] = SHAPE | dict(hidden_size=256, intermediate_size=256)
-# What transformers takes for granted in files of this family.
+# What transformers assumes of files of this family.
 EXPERTS: dict[str, Any] = WIDE | dict(num_experts=4, moe_intermediate_size=768, norm_topk_prob=True)
-# Type of the matrices, dtype, toy, settings, family, format in memory.
+# Type of the matrices, dtype, toy model, settings, family, format in memory.
 FILES: dict[str, tuple[str, str, str, dict[str, Any], str, str | None]] = {
     "float32": ("F32", "auto", "qwen3", SHAPE, "qwen3", None),
     "Q8_0": ("Q8_0", "auto", "qwen3", SHAPE, "qwen3", "int8-g32"),
@@ -141,7 +138,7 @@ FILES: dict[str, tuple[str, str, str, dict[str, Any], str, str | None]] = {
 
 
 def written(name: str, folder: Path) -> tuple[Any, str]:
-    """Write a file into `folder`; a module with its numbers, and the dtype to open it with."""
+    """Write a file into `folder`; return a module with its dequantized weights, and the dtype to use."""
     kind, dtype, toy, settings, family, _ = FILES[name]
     folder.mkdir(exist_ok=True)
     held = write(folder / "toy.gguf", make_toy(toy, **settings), kind, family)
@@ -156,7 +153,7 @@ def written(name: str, folder: Path) -> tuple[Any, str]:
     "name",
     slow_but(("float32", "Q8_0", "Q4_0, reordered", "Q4_K", "Q6_K", "Q5_0", "IQ4_XS"), FILES),
 )
-def test_the_tokens_are_those_of_the_numbers_in_the_file(name: str, tmp_path: Path) -> None:
+def test_tokens_match_dequantized_gguf_weights(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     expected, dtype = written(name, tmp_path)
@@ -179,8 +176,8 @@ def test_the_tokens_are_those_of_the_numbers_in_the_file(name: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FILES)
-def test_other_placements_give_the_same_tokens(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["float32", "Q8_0", "Q4_0, reordered", "Q4_K", "IQ4_XS"])
+def test_other_placements_give_same_tokens(name: str, tmp_path: Path) -> None:
     _, dtype = written(name, tmp_path)
     check_other_placements(tmp_path, TensorParallel(2), dtype=dtype)
 
@@ -190,7 +187,7 @@ _LLAMA3 |= dict(high_freq_factor=4.0, original_max_position_embeddings=64)
 
 
 @pytest.mark.parametrize("rope", [_LLAMA3, dict(rope_type="linear", factor=4.0)])
-def test_scaled_rotary_frequencies_are_read(rope: dict[str, Any], tmp_path: Path) -> None:
+def test_rope_scaling_is_read(rope: dict[str, Any], tmp_path: Path) -> None:
     module = make_toy("llama", rope_parameters=dict(rope, rope_theta=1e4), **WIDE)
     plain = 1e4 ** -(torch.arange(0, 128, 2) / 128)
     factors = plain / module.model.rotary_emb.inv_freq
@@ -218,7 +215,7 @@ def test_scaled_rotary_frequencies_are_read(rope: dict[str, Any], tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["float32", "Q8_0"])
-def test_weights_sleep_and_are_quantized_to_fewer_bits(name: str, tmp_path: Path) -> None:
+def test_gguf_weights_can_sleep_and_be_requantized(name: str, tmp_path: Path) -> None:
     expected, dtype = written(name, tmp_path)
     requests = mixed_requests(5)
     with LLM(tmp_path, dtype=dtype) as llm:
@@ -239,7 +236,7 @@ def test_weights_sleep_and_are_quantized_to_fewer_bits(name: str, tmp_path: Path
         assert all_facts(llm.generate(*requests)) == tokens
 
 
-def test_other_gguf_files_may_come_into_the_folder(tmp_path: Path) -> None:
+def test_wake_ignores_added_gguf_file_and_detects_changed_one(tmp_path: Path) -> None:
     written("Q8_0", tmp_path)
     with LLM(tmp_path / "toy.gguf") as llm:
         expected = llm.score(random_ids(20, 1))
@@ -253,7 +250,7 @@ def test_other_gguf_files_may_come_into_the_folder(tmp_path: Path) -> None:
             llm.wake()
 
 
-def test_damaged_scales_and_unused_tensors_are_named(tmp_path: Path) -> None:
+def test_damaged_scales_and_unused_tensors_are_rejected(tmp_path: Path) -> None:
     written("Q4_K", tmp_path)
     for tensor in gguf.GGUFReader(tmp_path / "toy.gguf", "r+").tensors:  # mapped
         if tensor.name == "blk.1.ffn_up.weight":
@@ -268,21 +265,21 @@ def test_damaged_scales_and_unused_tensors_are_named(tmp_path: Path) -> None:
     LLM(tmp_path, unused_weights="ignore").close()
 
 
-def test_integers_and_sizes_beyond_the_file_are_refused(tmp_path: Path) -> None:
+def test_integer_weights_and_out_of_range_sizes_are_rejected(tmp_path: Path) -> None:
     odd = make_toy("qwen3", **SHAPE)
     write(path := tmp_path / "toy.gguf", odd, "F32")
     odd.config.num_hidden_layers = 10**9
     write(tmp_path / "deep.gguf", odd, "F32")
     with pytest.raises(ModelError, match="num_hidden_layers=1000000000: must be from 0 to 4096"):
         LLM(tmp_path / "deep.gguf")
-    for tensor in gguf.GGUFReader(path, "r+").tensors:  # mapped: what is assigned is written
+    for tensor in gguf.GGUFReader(path, "r+").tensors:  # memory-mapped: assignments change the file
         if tensor.name == "output_norm.weight":
             tensor.field.parts[4][0] = gguf.GGMLQuantizationType.I32
     with pytest.raises(ModelError, match=r"output_norm\.weight is I32: weights must be"):
         LLM(path)
 
 
-def test_what_can_not_be_read_is_refused_by_name(
+def test_unreadable_gguf_files_are_rejected(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "toy.gguf"
@@ -305,6 +302,6 @@ def test_what_can_not_be_read_is_refused_by_name(
     with pytest.raises(ModelError, match=r"other\.gguf is damaged"):
         LLM(tmp_path / "other.gguf")
     plain = importlib.util.find_spec
-    monkeypatch.setattr(reading, "find_spec", lambda name: None if name == "gguf" else plain(name))
+    monkeypatch.setattr(formats, "find_spec", lambda name: None if name == "gguf" else plain(name))
     with pytest.raises(NotSupported, match=r"needs gguf: pip install '\.\[gguf\]'"):
         LLM(path)

@@ -1,4 +1,4 @@
-"""Hidden states: what the head saw in the rows that have logits, and nothing left behind on the model."""
+"""Hidden states: inputs of the LM head in the rows that have logits; the model is left unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.routing_cases import IDS, LENGTHS, WHOLE, batch, opened
 from support.toys import build, make_toy
 from verbatim.errors import NotSupported
 
-# Architecture -> whether its logits are the head's output as it is.
+# Architecture -> whether its logits are the unmodified output of the LM head.
 MODELS = {
     "llama": True,
     "llama:tied": True,
@@ -43,7 +43,7 @@ def hidden_of(runner: Any, which: list[int], spans: list[tuple[int, int]], **fie
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", MODELS)
-def test_hidden_states_are_what_the_head_saw(case: str, dtype: torch.dtype) -> None:
+def test_hidden_states_are_lm_head_inputs(case: str, dtype: torch.dtype) -> None:
     model = sweep.build(case).to(dtype)
     runner = opened(model)
     assert runner.hidden_reason is None
@@ -64,7 +64,7 @@ def test_hidden_states_are_what_the_head_saw(case: str, dtype: torch.dtype) -> N
         assert float((logits - forward.logits).abs().max()) < tolerance * scale
 
 
-def test_hidden_states_are_an_ordinary_tensor_of_their_own() -> None:
+def test_hidden_states_are_plain_tensor_with_own_storage() -> None:
     model = make_toy("llama")
     runner = opened(model)
     with torch.inference_mode():
@@ -74,11 +74,11 @@ def test_hidden_states_are_an_ordinary_tensor_of_their_own() -> None:
     kept = first.clone()
     hidden_of(runner, [1], WHOLE[1:2])
     assert torch.equal(first, kept)
-    nn.Linear(64, 4)(first).sum().backward()  # a probe may be trained on them
+    nn.Linear(64, 4)(first).sum().backward()  # a probe can be trained on them
 
 
 class Wrapped(nn.Module):
-    """As DistributedDataParallel does."""
+    """A wrapper like DistributedDataParallel."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -88,25 +88,25 @@ class Wrapped(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def test_wrappers_do_not_hide_the_head() -> None:
+def test_lm_head_is_found_inside_wrapper() -> None:
     model = make_toy("llama")
     expected = hidden_of(opened(model), [0], WHOLE[:1])
     assert torch.equal(hidden_of(opened(Wrapped(model)), [0], WHOLE[:1]), expected)
 
 
-def test_an_adapted_head_is_seen_from_outside() -> None:
+def test_hidden_states_are_inputs_of_lora_adapted_lm_head() -> None:
     from peft import LoraConfig, get_peft_model
 
     model = make_toy("llama")
     expected = hidden_of(opened(model), [0], WHOLE[:1])
     with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an old name
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT uses a deprecated name
         config = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
         adapted = get_peft_model(model, config).eval()
     assert torch.equal(hidden_of(opened(adapted), [0], WHOLE[:1]), expected)
 
 
-def test_the_owners_hooks_come_first() -> None:
+def test_hidden_states_include_changes_by_user_pre_hooks() -> None:
     model = make_toy("llama")
     runner = opened(model)
     plain = hidden_of(runner, [0], WHOLE[:1])
@@ -120,7 +120,7 @@ def test_the_owners_hooks_come_first() -> None:
     found = hidden_of(runner, [0], WHOLE[:1])
     handle.remove()
     assert torch.equal(found, plain * 2)
-    kept[0].zero_()  # the owner's tensor is not what was handed back
+    kept[0].zero_()  # the result does not share memory with the hook's tensor
     assert torch.equal(found, plain * 2)
     assert torch.equal(hidden_of(runner, [0], WHOLE[:1]), plain)
 
@@ -130,7 +130,7 @@ def _hooks(model: nn.Module) -> list[Any]:
     return [[list(getattr(m, field).items()) for field in fields] for m in model.modules()]
 
 
-def test_a_live_model_is_left_as_it_was() -> None:
+def test_live_model_hooks_and_attributes_are_restored() -> None:
     model = make_toy("llama").train()
     handle = model.lm_head.register_forward_pre_hook(lambda *_: None)
     before = _hooks(model), [sorted(m.__dict__) for m in model.modules()]
@@ -153,7 +153,7 @@ def test_a_live_model_is_left_as_it_was() -> None:
 
 
 class _TwiceLlama(LlamaForCausalLM):
-    """Runs its head for a second opinion."""
+    """Runs its LM head twice in a forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)
@@ -162,7 +162,7 @@ class _TwiceLlama(LlamaForCausalLM):
 
 
 class _HeadlessLlama(LlamaForCausalLM):
-    """Names no head."""
+    """Has no output embeddings."""
 
     def get_output_embeddings(self) -> Any:
         return None
@@ -170,9 +170,9 @@ class _HeadlessLlama(LlamaForCausalLM):
 
 @pytest.mark.parametrize(
     ("cls", "why"),
-    [(_TwiceLlama, "runs 2 times in a forward"), (_HeadlessLlama, "names no output embedding")],
+    [(_TwiceLlama, "runs 2 times in a forward"), (_HeadlessLlama, "has no LM head")],
 )
-def test_a_model_without_one_head_is_refused_by_name(cls: Any, why: str) -> None:
+def test_model_without_single_lm_head_is_rejected(cls: Any, why: str) -> None:
     runner = opened(build(cls, make_toy("llama").config))
     assert runner.hidden_reason is not None and why in runner.hidden_reason
     runner.forward(batch([0], WHOLE[:1]))

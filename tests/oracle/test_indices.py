@@ -1,4 +1,4 @@
-"""Sparse attention's choices: the record is what the indexers chose, and a replay is obeyed to the bit."""
+"""Sparse attention: recorded indices are those the indexers chose, and a replay is bit-identical."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.routing_cases import other_keys
 from verbatim import LLM, InvalidRequest, NotSupported, SamplingParams, rl
 
 TOP_K = 8  # keys, or two blocks of four
-LAYERS = {"deepseek_v32": 3, "minimax_m3": 2 * 2}  # two layers that choose for two groups of heads
+LAYERS = {"deepseek_v32": 3, "minimax_m3": 2 * 2}  # two layers with indices for two groups of heads
 PROMPTS = [toys.random_ids(n, seed=n) for n in (30, 5, 19)]
 RECORD = SamplingParams(
     max_tokens=6,
@@ -86,7 +86,7 @@ def replays(records: list[Tensor]) -> list[SamplingParams]:
     return [RECORD.replace(replay_indices=record) for record in records]
 
 
-def test_the_record_is_what_the_indexers_chose(name: str, recorded: list[Any]) -> None:
+def test_recorded_indices_match_transformers_indexers(name: str, recorded: list[Any]) -> None:
     model = toys.make_toy(name)
     for prompt, result in zip(PROMPTS, recorded, strict=True):
         output = result.outputs[0]
@@ -105,7 +105,7 @@ def test_the_record_is_what_the_indexers_chose(name: str, recorded: list[Any]) -
 
 
 @pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
-def test_a_replay_is_bit_equal_in_every_schedule(
+def test_replayed_indices_give_same_bits_in_every_schedule(
     options: dict[str, Any], name: str, folder: Path, recorded: list[Any]
 ) -> None:
     own = [result.outputs[0].indices for result in recorded]
@@ -120,16 +120,16 @@ def test_a_replay_is_bit_equal_in_every_schedule(
         assert all_facts(found) == expected
         for result, keys in zip(found, changed, strict=True):
             assert torch.equal(result.outputs[0].indices.sort(-1).values, keys.sort(-1).values)
-        # A prefix in the cache holds no record, and one whose keys were replayed is nobody else's.
+        # Cached prefixes hold no record, and those computed with replayed keys are not shared.
         assert all_facts(llm.generate(PROMPTS, RECORD)) == all_facts(recorded)
 
 
-def test_a_replay_attends_to_the_keys_that_it_names(name: str) -> None:
+def test_replayed_indices_match_transformers_with_forced_keys(name: str) -> None:
     ids, model, keys = PROMPTS[0], toys.make_toy(name), []
     numbers = torch.Generator().manual_seed(0)
 
     def change(n: int, chosen: Tensor) -> Tensor:
-        """Choose the earliest keys or blocks in place of those behind them, in some rows."""
+        """In some rows, replace the choice: random earlier keys, or the first block and the current one."""
         if chosen.ndim == 3:
             other = torch.rand(chosen.shape[1], chosen.shape[1], generator=numbers)
             later = torch.ones_like(other).triu(1).bool()
@@ -156,7 +156,7 @@ def test_a_replay_attends_to_the_keys_that_it_names(name: str) -> None:
     assert float((found - torch.tensor(free.prompt_logprobs[1:])).abs().max()) > 1e-2
 
 
-def test_layers_that_share_a_choice_record_nothing_of_their_own() -> None:
+def test_layers_without_own_indexer_record_no_indices() -> None:
     if "glm_moe_dsa" not in sweep.cases():
         pytest.skip("this transformers has no glm_moe_dsa")
     model = sweep.build("glm_moe_dsa")
@@ -166,7 +166,7 @@ def test_layers_that_share_a_choice_record_nothing_of_their_own() -> None:
     assert result.outputs[0].indices.shape[1] == own
 
 
-def test_a_session_and_samples_of_one_prompt_are_recorded(folder: Path) -> None:
+def test_sessions_and_parallel_samples_record_indices(folder: Path) -> None:
     with LLM(folder, kv_memory="1MB") as llm:
         (result,) = llm.generate([PROMPTS[0]], RECORD.replace(n=2))
         for output in result.outputs:
@@ -183,7 +183,7 @@ def test_a_session_and_samples_of_one_prompt_are_recorded(folder: Path) -> None:
             assert torch.equal(indices, plain.outputs[0].indices[: len(indices)])
 
 
-def test_a_rollout_and_its_score_carry_the_keys(model: Any) -> None:
+def test_rollout_records_indices_and_score_replays_them(model: Any) -> None:
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     found = rl.rollout(model, PROMPTS, params, group_size=2, seed=1, record_indices=True)
     assert found.indices is not None
@@ -200,7 +200,7 @@ def test_a_rollout_and_its_score_carry_the_keys(model: Any) -> None:
     assert rl.rollout(model, PROMPTS, params).indices is None
 
 
-def test_what_does_not_fit_is_refused_by_name(model: Any) -> None:
+def test_invalid_indices_and_unsupported_models_are_rejected(model: Any) -> None:
     fits = other_keys(12, 3, TOP_K)
 
     def changed(position: int, values: list[int]) -> Tensor:
@@ -225,7 +225,7 @@ def test_what_does_not_fit_is_refused_by_name(model: Any) -> None:
         with pytest.raises(NotSupported, match="record_indices with num_beams=2"):
             llm.generate([5], SamplingParams(record_indices=True, num_beams=2, temperature=0.0))
     reasons = {
-        "llama": "no layer of it chooses its keys by an indexer",
+        "llama": "none of its layers selects keys with an indexer",
         "deepseek_v4": "its indexers choose records of windows, not keys",
     }
     for name, reason in reasons.items():

@@ -1,4 +1,4 @@
-"""KempnerForge's architectures: the same logits as a plain reference, or refused by name."""
+"""KempnerForge's architectures: the same logits as a plain reference, or rejected."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from support import kempner_reference
 from verbatim import LLM, ModelError, SamplingParams, UnsupportedModel
+from verbatim.api.tensors import engine_of
 from verbatim.compat.kempnerforge import generate
 from verbatim.errors import ModelChanged
 from verbatim.model.kempner.config import KempnerConfig, ModelConfig
-from verbatim.tensors import engine_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 IDS = [3, 7, 1, 44, 9, 9, 0, 21, 30, 12, 5]
 
 
 def save(module: torch.nn.Module, folder: Path) -> Path:
-    """As KempnerForge saves, without an optimizer."""
+    """Save a checkpoint as KempnerForge does, without an optimizer."""
     dcp.save({"model": module.state_dict()}, checkpoint_id=str(folder))
     return folder
 
@@ -37,7 +37,7 @@ def opened(tmp_path: Path, extra: str = "", seed: int = 0, **fields: Any) -> LLM
 
 
 def check_logits(llm: LLM, module: torch.nn.Module) -> None:
-    """Compare the log-probs of every id behind a prompt, through the flat path, with a module's own."""
+    """Compare the log-probs of every vocabulary id in a prompt, from flat batches, with a module's own."""
     params = SamplingParams(max_tokens=0, prompt_logprobs=kempner_reference.VOCAB)
     (result,) = llm.generate(IDS, params)
     rows = [dict(entries) for entries in result.prompt_top_logprobs[1:]]
@@ -74,7 +74,7 @@ ARCHITECTURES = {
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_logits_equal_those_of_the_plain_reference(tmp_path: Path, name: str) -> None:
+def test_logits_match_plain_reference(tmp_path: Path, name: str) -> None:
     fields = {k: v for k, v in ARCHITECTURES[name].items() if v is not None}
     if "n_kv_heads" in ARCHITECTURES[name]:
         fields["n_kv_heads"] = kempner_reference.FIELDS["n_heads"]
@@ -83,7 +83,7 @@ def test_logits_equal_those_of_the_plain_reference(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", ["mixtral-sigmoid", "ernie-shared-sigmoid"])
-def test_the_router_of_ours_gives_the_same_bits_in_company(tmp_path: Path, name: str) -> None:
+def test_sigmoid_router_gives_same_bits_alone_and_batched(tmp_path: Path, name: str) -> None:
     prompts = [IDS, IDS[:3], IDS[4:], IDS[::-1]]
     params = SamplingParams(max_tokens=6, seed=3, logprobs=0)
     with opened(tmp_path, **ARCHITECTURES[name]) as llm:
@@ -94,7 +94,7 @@ def test_the_router_of_ours_gives_the_same_bits_in_company(tmp_path: Path, name:
         assert a.outputs[0].logprobs == b.outputs[0].logprobs
 
 
-def test_the_router_of_ours_is_recorded_and_replayed(tmp_path: Path) -> None:
+def test_sigmoid_router_is_recorded(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=4, seed=3, record_routing=True)
     with opened(tmp_path, **MOE, moe_router="sigmoid_topk") as llm:
         (first,) = llm.generate(IDS, params)
@@ -103,7 +103,7 @@ def test_the_router_of_ours_is_recorded_and_replayed(tmp_path: Path) -> None:
         assert len({tuple(row) for row in routing[:, 0].tolist()}) > 1
 
 
-def test_bfloat16_is_what_it_was_saved_in_unless_asked_otherwise(tmp_path: Path) -> None:
+def test_dtype_follows_checkpoint_unless_given(tmp_path: Path) -> None:
     folder = save(kempner_reference.make().bfloat16(), tmp_path / "step_1")
     toml = kempner_reference.write_toml(tmp_path / "x.toml")
     with LLM(folder, config=toml) as llm:
@@ -115,8 +115,8 @@ def test_bfloat16_is_what_it_was_saved_in_unless_asked_otherwise(tmp_path: Path)
         assert llm.info()["dtype"] == "bfloat16"  # float16 is not computed on a CPU
 
 
-def test_a_capacity_factor_is_warned_about(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"moe_capacity_factor=1\.25.*none is"):
+def test_moe_capacity_factor_warns(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"moe_capacity_factor=1\.25.*none are"):
         opened(tmp_path, **MOE, moe_capacity_factor=1.25).close()
 
 
@@ -133,7 +133,7 @@ def test_a_capacity_factor_is_warned_about(tmp_path: Path) -> None:
         (dict(activation="tanh"), "activation='tanh'"),
     ],
 )
-def test_what_no_architecture_computes_is_refused_by_its_fields(
+def test_unsupported_field_combinations_are_rejected(
     tmp_path: Path, fields: dict[str, Any], named: str
 ) -> None:
     toml = kempner_reference.write_toml(tmp_path / "x.toml", **fields)
@@ -146,7 +146,7 @@ def test_what_no_architecture_computes_is_refused_by_its_fields(
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("[model]\ndimm = 5", "[model] has no 'dimm'"),
+        ("[model]\ndimm = 5", "[model] has no field 'dimm'"),
         ("[model]\ndim = 30\nn_heads = 4", "dim=30: must be n_heads=4 times an even number"),
         ("[model]\ndim = 12\nn_heads = 4", "dim=12"),
         ("[model]\nn_heads = 8\nn_kv_heads = 3", "n_heads=8: must be a multiple of n_kv_heads=3"),
@@ -157,7 +157,7 @@ def test_what_no_architecture_computes_is_refused_by_its_fields(
         ("[model]\nnum_experts = 2\nmoe_top_k = 3", "moe_top_k=3: at most num_experts=2"),
         ("[model]\nnum_experts = -2", "num_experts=-2: must be 0 or more"),
         ("model = 5", "model=5: must be a section"),
-        ("[vlm]\narch = 'mot'", "[vlm] makes it a model of images"),
+        ("[vlm]\narch = 'mot'", "[vlm] is for models of images"),
         ("[adapter]\n", "[adapter]"),
         ("[data]\ntokenizer_path = 5", "tokenizer_path=5: must be a string"),
         ("[model", "is not TOML"),
@@ -185,7 +185,7 @@ def test_what_no_architecture_computes_is_refused_by_its_fields(
         ("[model]\nmoe_shared_experts = 1_000_000_000_000_000", "0 or more and below 2**40"),
     ],
 )
-def test_a_config_out_of_range_is_refused_with_the_field_and_the_file(
+def test_invalid_config_is_rejected_with_field_and_file(
     tmp_path: Path, line: str, named: str
 ) -> None:
     toml = tmp_path / "bad.toml"
@@ -196,7 +196,7 @@ def test_a_config_out_of_range_is_refused_with_the_field_and_the_file(
     assert str(toml) in str(refused.value)
 
 
-def test_a_config_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_or_non_utf8_config_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"can't read .*nowhere\.toml: No such file"):
         KempnerConfig.read(tmp_path / "nowhere.toml")
     (tmp_path / "latin.toml").write_bytes(b"# \xff")
@@ -204,7 +204,7 @@ def test_a_config_that_is_not_there_is_named(tmp_path: Path) -> None:
         KempnerConfig.read(tmp_path / "latin.toml")
 
 
-def test_training_fields_and_sections_are_let_be(tmp_path: Path) -> None:
+def test_training_fields_and_sections_are_ignored(tmp_path: Path) -> None:
     toml = tmp_path / "x.toml"
     toml.write_text(
         "[model]\nn_heads = 16\ninit_std = 0.1\nsdpa_backend = 'math'\nmoe_gradient_scale = true\n"
@@ -212,10 +212,10 @@ def test_training_fields_and_sections_are_let_be(tmp_path: Path) -> None:
     )
     config = KempnerConfig.read(toml, {"model": {"dim": 64}})
     assert config == KempnerConfig(ModelConfig(n_heads=16, dim=64), "tok", "ck")
-    assert config.model.kv_heads == 16  # that of this file, not 32
+    assert config.model.kv_heads == 16  # n_heads of this file, not the default of 32
 
 
-def test_a_file_without_sections_is_all_model(tmp_path: Path) -> None:
+def test_config_without_sections_is_read_as_model_section(tmp_path: Path) -> None:
     toml = tmp_path / "moe_small.toml"
     toml.write_text("dim = 2048\nn_layers = 24\nn_heads = 16\nnum_experts = 8\n")
     assert KempnerConfig.read(toml).model.num_experts == 8
@@ -231,7 +231,9 @@ def test_a_file_without_sections_is_all_model(tmp_path: Path) -> None:
         (dict(dim=64, ffn_hidden_dim=100, moe_expert_ffn_multiplier=0.01), 100, 16),
     ],
 )
-def test_widths_follow_from_the_multipliers(fields: dict[str, Any], ffn: int, expert: int) -> None:
+def test_ffn_and_expert_widths_follow_multipliers(
+    fields: dict[str, Any], ffn: int, expert: int
+) -> None:
     config = ModelConfig(num_experts=4, **fields)
     assert (config.ffn_width, config.expert_width) == (ffn, expert)
 
@@ -247,7 +249,7 @@ def live(name: str, seed: int = 0) -> kempner_reference.Transformer:
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_a_live_module_runs_as_its_architecture(name: str) -> None:
+def test_live_module_runs_as_its_architecture(name: str) -> None:
     module = live(name)
     with LLM(module, kv_memory="1MB") as llm:
         info = llm.info()
@@ -266,8 +268,8 @@ def test_a_live_module_runs_as_its_architecture(name: str) -> None:
         assert result.outputs[0].hidden_states.shape == (1, 32)
 
 
-def test_a_live_module_is_used_in_place() -> None:
-    """Steps, new parameters and named weights reach it."""
+def test_live_module_is_used_in_place() -> None:
+    """In-place edits, replaced parameters and `update_weights` take effect."""
     module, other = live("llama"), live("llama", seed=1)
     with LLM(module, kv_memory="1MB") as llm:
         with torch.no_grad():
@@ -288,7 +290,7 @@ def test_a_live_module_is_used_in_place() -> None:
             llm.generate(IDS, SamplingParams(max_tokens=1))
 
 
-def test_an_engine_goes_with_its_live_module() -> None:
+def test_cached_engine_does_not_keep_live_module_alive() -> None:
     module = live("llama")
     generate(module, torch.tensor([IDS]), 2)
     gone = weakref.ref(module)
@@ -297,7 +299,7 @@ def test_an_engine_goes_with_its_live_module() -> None:
     assert gone() is None
 
 
-def test_a_closed_engine_holds_no_weights_of_a_live_module() -> None:
+def test_closed_engine_holds_no_weights_of_live_module() -> None:
     module = live("llama")
     llm = LLM(module, kv_memory="1MB")
     assert llm.info()["rows"] == "together"
@@ -308,7 +310,7 @@ def test_a_closed_engine_holds_no_weights_of_a_live_module() -> None:
     assert gone() is None
 
 
-def test_an_edited_live_module_runs_by_its_own_forward() -> None:
+def test_edited_live_module_runs_by_its_own_forward() -> None:
     module = live("llama")
     assert engine_of(module).info()["rows"] == "together"
     handle = module.norm.register_forward_hook(lambda _m, _x, out: 2 * out)
@@ -322,7 +324,7 @@ def test_an_edited_live_module_runs_by_its_own_forward() -> None:
 
 
 @pytest.mark.parametrize("change", ["number", "code"])
-def test_an_engine_sees_what_is_edited_inside_its_live_module(
+def test_edit_inside_live_module_raises_model_changed(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = live("llama")
@@ -338,7 +340,7 @@ def test_an_engine_sees_what_is_edited_inside_its_live_module(
             llm.generate(IDS, SamplingParams(max_tokens=1))
 
 
-def test_activation_checkpointing_is_looked_through() -> None:
+def test_module_with_activation_checkpointing_runs_as_its_architecture() -> None:
     module = live("llama")
     apply_activation_checkpointing(
         module, check_fn=lambda layer: isinstance(layer, kempner_reference.Block)
@@ -350,12 +352,12 @@ def test_activation_checkpointing_is_looked_through() -> None:
 
 
 @pytest.mark.parametrize("change", ["experts", "forward", "config", "subclass"])
-def test_a_live_module_of_other_code_runs_by_its_own_forward(change: str) -> None:
+def test_live_module_with_modified_code_runs_by_its_own_forward(change: str) -> None:
     module = live("mixtral" if change == "experts" else "llama")
     if change == "forward":
         module.norm.forward = lambda x: x
     elif change == "config":
-        module.config.norm_eps = 0.5  # its layers have another
+        module.config.norm_eps = 0.5  # its layers were built with another value
     elif change == "subclass":
         module.__class__ = type("Transformer", (kempner_reference.Transformer,), {})
     with LLM(module, kv_memory="1MB") as llm:

@@ -1,4 +1,4 @@
-"""What opening a model finds out: architectures that were tampered with are refused, never run wrong."""
+"""Checks when a model is opened: modified architectures are rejected instead of giving wrong results."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from support import toys
 from verbatim.errors import UnsupportedModel
 from verbatim.model.decoder import Decoder
 from verbatim.model.limits import max_length_of
-from verbatim.model.masks import LATER, mask_rule
+from verbatim.model.masks import NOT_CAUSAL, mask_rule
 
 
 class OwnLlama(LlamaForCausalLM):
-    """A class of somebody's own, so in no list."""
+    """A user-defined class, which is in no list."""
 
 
 def own_llama(**changes: Any) -> Any:
@@ -34,16 +34,16 @@ def own_llama(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_unknown_class_that_does_what_its_attention_says_is_opened(dtype: torch.dtype) -> None:
+def test_unlisted_class_with_standard_attention_is_opened(dtype: torch.dtype) -> None:
     Decoder(own_llama().to(dtype))
 
 
 class OwnMixture(Qwen3MoeForCausalLM):
-    """As above, with experts, which a rounding may choose otherwise."""
+    """As above, with experts, whose choice may depend on rounding."""
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_mixture_in_bfloat16_passes_its_trial(seed: int) -> None:
+def test_unlisted_moe_class_in_bfloat16_passes_trial(seed: int) -> None:
     config = toys.make_toy("qwen3_moe").config
     Decoder(toys.build(OwnMixture, config, dtype=torch.bfloat16, seed=seed))
 
@@ -51,9 +51,7 @@ def test_a_mixture_in_bfloat16_passes_its_trial(seed: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "limit"), [("default", 256), ("dynamic", 256), ("longrope", 32), ("yarn", 256)]
 )
-def test_the_limit_is_where_rotary_embeddings_begin_to_depend_on_others(
-    kind: str, limit: int
-) -> None:
+def test_max_length_ends_where_rope_depends_on_sequence_length(kind: str, limit: int) -> None:
     rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 32}
     config = toys.make_toy("llama").config
     config.rope_parameters = rope
@@ -61,7 +59,7 @@ def test_the_limit_is_where_rotary_embeddings_begin_to_depend_on_others(
 
 
 class _ShiftedLlama(LlamaForCausalLM):
-    """Adds half of the token before to each token."""
+    """Adds half of the previous token's embedding to each token."""
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
         embedded = self.model.embed_tokens(input_ids)
@@ -70,7 +68,7 @@ class _ShiftedLlama(LlamaForCausalLM):
 
 
 class _LateLlama(LlamaForCausalLM):
-    """Starts to count at 2 unless positions are given."""
+    """Counts positions in steps of 2 unless they are given."""
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
         if position_ids is None:
@@ -79,7 +77,7 @@ class _LateLlama(LlamaForCausalLM):
 
 
 class _RowLlama(LlamaForCausalLM):
-    """Takes the place in the row for the position, whatever positions are given."""
+    """Uses the index in the row as the position, and ignores `position_ids`."""
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
         position_ids = torch.arange(input_ids.shape[1])[None]
@@ -87,7 +85,7 @@ class _RowLlama(LlamaForCausalLM):
 
 
 class _FewRowsLlama(LlamaForCausalLM):
-    """Rounds otherwise where a forward has few rows, as a chunk of a prompt may."""
+    """Rounds differently in a forward of few rows, as a prompt chunk may be."""
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
         out = super().forward(input_ids, position_ids=position_ids, **kwargs)
@@ -99,13 +97,13 @@ class _FewRowsLlama(LlamaForCausalLM):
 @pytest.mark.parametrize(
     ("cls", "why"),
     [
-        (_FewRowsLlama, "changed with the rows beside them"),
+        (_FewRowsLlama, "changed with the other rows of the batch"),
         (_ShiftedLlama, "mixes its tokens"),
         (_LateLlama, "in a trial its logits"),
         (_RowLlama, "counts their positions"),
     ],
 )
-def test_a_class_that_does_more_than_attend_is_refused(cls: Any, why: str) -> None:
+def test_class_that_fails_trial_is_rejected(cls: Any, why: str) -> None:
     model = toys.build(cls, toys.make_toy("llama").config)
     with pytest.raises(UnsupportedModel, match=f"{cls.__name__}.*{why}"):
         Decoder(model)
@@ -131,7 +129,7 @@ def _with_changed_mask(original: Callable[..., Any]) -> Callable[..., Any]:
     ("change", "why"),
     [(_with_extra_argument, "'temperature'"), (_with_changed_mask, "exists only as a mask")],
 )
-def test_an_attention_that_is_told_more_than_we_know_is_refused(
+def test_attention_with_unknown_argument_or_mask_is_rejected(
     monkeypatch: pytest.MonkeyPatch, change: Any, why: str
 ) -> None:
     monkeypatch.setattr(LlamaAttention, "forward", change(LlamaAttention.forward))
@@ -139,8 +137,8 @@ def test_an_attention_that_is_told_more_than_we_know_is_refused(
         Decoder(toys.make_toy("llama"))
 
 
-def test_a_window_that_is_only_in_the_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when it is far longer than the rows of the look."""
+def test_sliding_window_that_is_only_in_mask_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the window is far longer than the rows of the inspection."""
     original = MistralAttention.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +153,7 @@ def test_a_window_that_is_only_in_the_mask_is_refused(monkeypatch: pytest.Monkey
         Decoder(toys.make_toy("mistral", sliding_window=100))
 
 
-def test_a_window_no_sequence_can_reach_is_none() -> None:
+def test_sliding_window_beyond_max_length_is_accepted() -> None:
     Decoder(toys.make_toy("mistral", sliding_window=4096, max_position_embeddings=256))
 
 
@@ -165,19 +163,19 @@ def test_a_window_no_sequence_can_reach_is_none() -> None:
         (causal_mask_function, 0),
         (sliding_window_causal_mask_function(7), 7),
         (sliding_window_causal_mask_function(999), 999),
-        (sliding_window_causal_mask_function(1000), 0),  # as long as everything
-        (bidirectional_mask_function, LATER),
+        (sliding_window_causal_mask_function(1000), 0),  # as long as the longest sequence
+        (bidirectional_mask_function, NOT_CAUSAL),
         (lambda b, h, q, k: (k <= q) & (k % 2 == q % 2), None),
-        (lambda b, h, q, k: torch.ones(4, dtype=torch.bool)[k], None),  # knows four positions
+        (lambda b, h, q, k: torch.ones(4, dtype=torch.bool)[k], None),  # has four positions
     ],
 )
-def test_rules_of_masks_are_read_at_far_positions(rule: Any, window: int | None) -> None:
+def test_mask_rule_detects_sliding_window(rule: Any, window: int | None) -> None:
     assert mask_rule(rule, 1000) == (window, 0)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 333, 499, 500, 998, 999])
 @pytest.mark.parametrize("start", [0, 3])
-def test_chunks_of_masks_are_read_at_far_positions(size: int, start: int) -> None:
+def test_mask_rule_detects_chunk_size(size: int, start: int) -> None:
     rule = chunked_causal_mask_function(size, torch.tensor([start]))
     expected = (None, 0 if start % size else size)
     assert mask_rule(rule, 1000) == ((1, 0) if size == 1 else expected)

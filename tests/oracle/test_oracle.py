@@ -1,4 +1,4 @@
-"""transformers is the oracle: the same greedy ids, the same log-probs, per architecture."""
+"""Comparison with transformers: the same greedy ids and log-probs, per architecture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from support.toys import RECURRENT_FAMILIES, TOYS, make_toy, random_ids, scores_of
 from verbatim import LLM, SamplingParams
 
-# Past the toys' sliding windows of 7, so that a window that is not applied shows.
+# Longer than the toys' sliding windows of 7, to detect a window that is not applied.
 PROMPTS = [random_ids(length, seed=length) for length in (19, 3, 11, 1, 26)]
 
 
@@ -27,9 +27,9 @@ def transformers_greedy(model: Any, prompt: list[int], max_new_tokens: int) -> l
     return out[0, len(prompt) :].tolist()
 
 
-# `test_sweep.py` compares the logits of all.
+# `test_sweep.py` compares the logits of all architectures.
 @pytest.mark.parametrize("name", [*list(TOYS)[::4], *RECURRENT_FAMILIES[::2]])
-def test_greedy_ids_equal_transformers_prompt_by_prompt(name: str) -> None:
+def test_greedy_tokens_equal_transformers(name: str) -> None:
     model = make_toy(name)
     model.generation_config.eos_token_id = 2
     expected = [transformers_greedy(model, prompt, 12) for prompt in PROMPTS]
@@ -39,7 +39,7 @@ def test_greedy_ids_equal_transformers_prompt_by_prompt(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2", "gpt_oss", "gpt2", "bloom"])
-def test_score_is_generation_bit_for_bit_and_transformers_to_1e_4(name: str) -> None:
+def test_scores_have_bits_of_generation_and_match_transformers(name: str) -> None:
     model = make_toy(name)
     params = [SamplingParams(seed=i, max_tokens=14, ignore_eos=True) for i in range(len(PROMPTS))]
     with LLM(model) as llm:
@@ -53,7 +53,7 @@ def test_score_is_generation_bit_for_bit_and_transformers_to_1e_4(name: str) -> 
         assert torch.allclose(torch.tensor(score[1:]), scores_of(model, row), atol=1e-4)
 
 
-def test_top_logprobs_are_transformers_top() -> None:
+def test_top_logprobs_match_transformers() -> None:
     model = make_toy("qwen3")
     prompt = PROMPTS[0]
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5, prompt_logprobs=4)

@@ -1,4 +1,4 @@
-"""Mixture-of-experts routing: the record is what the routers chose, and a replay is obeyed to the bit."""
+"""Mixture-of-experts routing: the record is what the routers chose, and a replay is bit-identical."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WEIGHTS = {
     "qwen3_moe": BEFORE,
     "mixtral": BEFORE,
     "olmoe": BEFORE,
-    "deepseek_v2": BEFORE,  # its choice is masked by groups, and so are the weights it would take
+    "deepseek_v2": BEFORE,  # choice and weights come from scores masked by groups
     "hunyuan_v1_moe": BEFORE,
     "ernie4_5_moe": BEFORE,
     "gpt_oss": AFTER,
@@ -50,7 +50,7 @@ WEIGHTS = {
 
 @contextmanager
 def before_experts(model: Any, change: Callable[..., Any]) -> Iterator[None]:
-    """`change(layer, block, args)` sees what each layer hands to its experts in a plain forward."""
+    """Call `change(layer, block, args)` before the experts of each layer in a plain forward."""
     handles = [
         experts.register_forward_pre_hook(lambda _, args, n=n, block=block: change(n, block, args))
         for n, (block, experts) in enumerate(expert_layers(model))
@@ -65,14 +65,14 @@ def plain(model: Any, s: int) -> Tensor:
         return model(input_ids=torch.tensor([IDS[s]]), use_cache=False).logits[0]
 
 
-OWN_CODE = ("dbrx", "longcat_flash")  # whose experts take their choices in another order
+OWN_CODE = ("dbrx", "longcat_flash")  # these pass the chosen experts in another order
 
 
 @pytest.mark.parametrize("case", [*ROUTED, *OWN_CODE])
-def test_the_record_is_what_the_routers_chose(case: str) -> None:
+def test_recorded_routing_matches_transformers_routers(case: str) -> None:
     model = build(case)
     runner = opened(model)
-    made = runner.choices["routing"]
+    choices = runner.choices["routing"]
     runner.forward(batch([0, 1, 2], WHOLE))
     named = (m for m in model.modules() if type(m).__name__.endswith("Experts"))
     experts = named if case in OWN_CODE else (experts for _, experts in expert_layers(model))
@@ -84,15 +84,15 @@ def test_the_record_is_what_the_routers_chose(case: str) -> None:
         chosen.clear()
         plain(model, s)
         assert record.dtype == torch.int16
-        assert record.shape == (LENGTHS[s], made.layers, made.k)
+        assert record.shape == (LENGTHS[s], choices.layers, choices.k)
         assert torch.equal(ordered(record).long(), torch.stack(chosen, dim=1))
-    assert made.reason is None
+    assert choices.reason is None
     assert runner.info()["routing_bytes"] == 17 * 4 * record[0].numel()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", WEIGHTS)
-def test_replaying_a_record_gives_the_same_bits(case: str, dtype: torch.dtype) -> None:
+def test_replay_of_recorded_routing_gives_same_bits(case: str, dtype: torch.dtype) -> None:
     runner = opened(build(case).to(dtype))
     runner.choices["routing"].check_replay("routing")
     free = runner.forward(batch([0, 1, 2], WHOLE)).logits
@@ -115,7 +115,7 @@ def weights_by_hand(kind: str, config: Any, block: Any, hidden: Tensor, ids: Ten
 
 
 @pytest.mark.parametrize("case", WEIGHTS)
-def test_forced_experts_are_taken_with_the_weights_the_router_gives_them(case: str) -> None:
+def test_forced_experts_are_used_with_router_weights(case: str) -> None:
     model = build(case)
     runner = opened(model)
     forced = other_experts(runner)
@@ -131,11 +131,11 @@ def test_forced_experts_are_taken_with_the_weights_the_router_gives_them(case: s
         with before_experts(model, force):
             theirs = plain(model, s)
         assert float((ours - theirs).abs().max()) < 1e-5 * max(1.0, float(theirs.abs().max()))
-        assert float((ours - plain(model, s)).abs().max()) > 1e-2  # they matter
+        assert float((ours - plain(model, s)).abs().max()) > 1e-2  # logits have changed
 
 
 def weights_of(runner: Resident, forced: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The first routed layer's choice and weights for the first sequence, in float64."""
+    """Return the experts and float64 weights of the first sequence in the first routed layer."""
     decoder, work = runner.decoder, batch([0], WHOLE[:1], forced_experts=forced)
     spec = decoder.spec
     routing = Routing(spec.routed, spec.routed_modules, LENGTHS[0], forced)
@@ -148,8 +148,8 @@ def weights_of(runner: Resident, forced: Tensor | None) -> tuple[Tensor, Tensor]
 
 
 @pytest.mark.parametrize("case", [case for case in ROUTED if case != "phimoe"])
-def test_weights_of_forced_experts_agree_with_those_of_chosen_ones(case: str) -> None:
-    """Any router: if c is weighted against a and against b, then a against b is as it chose itself."""
+def test_weights_of_forced_and_chosen_experts_are_consistent(case: str) -> None:
+    """For any router: the weight ratios a/c and b/c of forced experts give the ratio a/b of chosen ones."""
     runner = opened(build(case))
     runner.choices["routing"].check_replay("routing")
     own, weights = weights_of(runner, None)
@@ -173,8 +173,8 @@ def _all(runner: Resident) -> Tensor:
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_rows_without_forced_experts_are_as_they_were(case: str) -> None:
-    """Other sequences, and the earlier positions and layers of the same one."""
+def test_rows_without_forced_experts_keep_their_bits(case: str) -> None:
+    """In other sequences, and in positions and layers of the same one."""
     runner = opened(build(case))
     free = runner.forward(batch([0, 1, 2], WHOLE)).logits.split(LENGTHS)
     before = records(runner)
@@ -191,7 +191,7 @@ def test_rows_without_forced_experts_are_as_they_were(case: str) -> None:
     now = records(runner)
     assert torch.equal(now[0], forced[0])
     assert torch.equal(now[1], before[1]) and torch.equal(now[2], before[2])
-    # In pieces, beside other rows, the forced sequence has the same bits.
+    # The forced sequence has the same bits in prompt chunks.
     pieces = [
         runner.forward(batch([0], [span], forced_experts=forced[0][slice(*span)])).logits
         for span in ((0, 5), (5, 6), (6, 13))
@@ -199,8 +199,8 @@ def test_rows_without_forced_experts_are_as_they_were(case: str) -> None:
     assert torch.equal(torch.cat(pieces), mixed[0])
 
 
-def test_a_model_that_wears_hooks_replays_under_the_safety_net() -> None:
-    model = build("hunyuan_v1_moe")  # needs no net of its own
+def test_model_with_forward_hook_replays_same_bits() -> None:
+    model = build("hunyuan_v1_moe")  # needs no function override of its own
     runner = opened(model)
     assert not runner.decoder.spec.needs_override
     forced = torch.cat(other_experts(runner))
@@ -215,7 +215,7 @@ def test_a_model_that_wears_hooks_replays_under_the_safety_net() -> None:
     handle.remove()
 
 
-def test_dense_models_have_no_routed_layers() -> None:
+def test_dense_model_has_no_routed_layers() -> None:
     runner = opened(toys.make_toy("llama"))
     assert runner.choices["routing"].layers == 0
     assert runner.info()["routing_bytes"] == 0
@@ -224,39 +224,39 @@ def test_dense_models_have_no_routed_layers() -> None:
         lambda: runner.choices["routing"].check_replay("routing"),
         lambda: runner.forward(batch([0], WHOLE[:1], forced_experts=torch.zeros(13, 1, 2))),
     ):
-        with pytest.raises(NotSupported, match="no layer of it sends its tokens to experts"):
+        with pytest.raises(NotSupported, match="none of its layers sends tokens to experts"):
             refused()
 
 
-def test_experts_of_a_models_own_are_not_recorded() -> None:
+def test_experts_outside_experts_interface_are_not_recorded() -> None:
     runner = opened(build("jetmoe"))
-    made = runner.choices["routing"]
-    assert made.layers == 0
-    assert made.reason is not None and "experts interface" in made.reason
+    choices = runner.choices["routing"]
+    assert choices.layers == 0
+    assert choices.reason is not None and "experts interface" in choices.reason
 
 
 @pytest.mark.parametrize("case", ["phimoe", "dbrx"])
-def test_a_router_of_no_known_form_is_recorded_and_not_replayed(case: str) -> None:
+def test_unknown_router_is_recorded_but_not_replayed(case: str) -> None:
     runner = opened(build(case))
     runner.forward(batch([0], WHOLE[:1]))
-    with pytest.raises(NotSupported, match="routing: its router is of no form"):
+    with pytest.raises(NotSupported, match="routing: its router has an unknown form"):
         runner.choices["routing"].check_replay("routing")
     forced = other_experts(runner)[0]
-    with pytest.raises(NotSupported, match="of no form that is known"):
+    with pytest.raises(NotSupported, match="has an unknown form"):
         runner.forward(batch([0], WHOLE[:1], forced_experts=forced))
 
 
-def test_layers_that_differ_are_refused_by_name() -> None:
+def test_layers_with_different_top_k_are_not_recorded() -> None:
     model = build("qwen3_moe")
     model.model.layers[1].mlp.gate.top_k = 3
     runner = opened(model)
-    made = runner.choices["routing"]
-    assert made.layers == 0
-    assert made.reason is not None and "(2 of 8, 3 of 8)" in made.reason
+    choices = runner.choices["routing"]
+    assert choices.layers == 0
+    assert choices.reason is not None and "(2 of 8, 3 of 8)" in choices.reason
     runner.forward(batch([0], WHOLE[:1]))
 
 
-def test_a_model_with_many_experts_is_recorded_in_two_bytes() -> None:
+def test_routing_of_300_experts_is_stored_in_two_bytes() -> None:
     store = ChoiceStore(Choices(2, 3, 300), num_blocks=4, block_size=2)
     ids = torch.arange(18).view(3, 2, 3) + 280
     store.write(torch.tensor([7, 2, 3]), ids)
@@ -264,7 +264,7 @@ def test_a_model_with_many_experts_is_recorded_in_two_bytes() -> None:
     assert store.nbytes == 4 * 2 * 2 * 3 * 2
 
 
-def test_a_live_model_whose_routed_layers_change_must_be_opened_again() -> None:
+def test_changed_routed_layers_of_live_model_raise_model_changed() -> None:
     model = build("qwen3_moe")
     runner = opened(model)
     layer = model.model.layers[1]
@@ -273,7 +273,7 @@ def test_a_live_model_whose_routed_layers_change_must_be_opened_again() -> None:
         runner.forward(batch([0], WHOLE[:1]))
 
 
-def test_a_hook_that_calls_a_layer_once_more_does_not_disturb_the_record() -> None:
+def test_hook_that_calls_layer_again_does_not_change_record() -> None:
     model = build("qwen3_moe")
     runner = opened(model)
     runner.forward(batch([0], WHOLE[:1]))
@@ -290,7 +290,7 @@ def test_a_hook_that_calls_a_layer_once_more_does_not_disturb_the_record() -> No
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])  # in one call, and module by module
-def test_nothing_stays_active_after_a_replay_that_failed(case: str) -> None:
+def test_failed_replay_leaves_no_state_behind(case: str) -> None:
     model = build(case)
     runner = opened(model)
     state = [dict(m.__dict__) for m in model.modules()]
@@ -305,7 +305,7 @@ def test_nothing_stays_active_after_a_replay_that_failed(case: str) -> None:
     handle.remove()
     assert [dict(m.__dict__) for m in model.modules()] == state
     assert torch.tensor([[3.0, 1.0] + [0.0] * 6]).topk(2)[1].tolist() == [[0, 1]]
-    with torch.inference_mode():  # the caller's modes neither matter nor leak in
+    with torch.inference_mode():  # the caller's modes change nothing
         logits = runner.forward(batch([0], WHOLE[:1], forced_experts=forced)).logits
         assert not runner.record("routing", TABLES[0], 13).is_inference()
     assert torch.equal(runner.forward(batch([0], WHOLE[:1], forced_experts=forced)).logits, logits)

@@ -1,4 +1,4 @@
-"""DeepSeek V4's residual streams by the kernels and in torch, and the model in bfloat16."""
+"""DeepSeek V4's residual streams, with kernels and in torch, and the model in bfloat16."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.skipif(kernels.library() is None, reason="there are no compiled kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("count", "mixed"), [*((n, True) for n in (1, 2, 3, 4, 7, 8)), (4, False)])
-def test_one_call_has_the_bits_of_torch(
+def test_residual_stream_kernels_are_bit_identical_to_torch(
     count: int, mixed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, width, columns = 37, 100, (2 + count * mixed) * count
@@ -38,7 +38,7 @@ def test_one_call_has_the_bits_of_torch(
     if not mixed:
         numbers |= dict(after_scale=1.5, after_eps=1e-6)
     with monkeypatch.context() as without:
-        without.setattr("verbatim.model.streams._MOST", 0)
+        without.setattr("verbatim.model.streams._MAX_STREAMS", 0)
         expected = collapse(mixes, scale, base, streams, **numbers)
         sums = expand(streams, made, *expected[:2])
     if mixed:
@@ -66,7 +66,7 @@ def test_one_call_has_the_bits_of_torch(
 
 
 @pytest.mark.skipif("hy_v4" not in sweep.cases(), reason="a newer transformers has it")
-def test_parts_of_hy_v4_return_what_a_layer_of_somebody_else_unpacks() -> None:
+def test_hy_v4_works_with_subclassed_layer_and_connection() -> None:
     model = sweep.build("hy_v4")
     expected = outputs(Decoder(model))
     layer = model.model.layers[1]
@@ -74,12 +74,12 @@ def test_parts_of_hy_v4_return_what_a_layer_of_somebody_else_unpacks() -> None:
     assert outputs(Decoder(model)) == expected
     connection = layer.attn_hc
     connection.__class__ = type("Connection", (type(connection),), {})
-    ours, theirs = outputs(Decoder(model))[2], expected[2]  # of seven rows, without the store
+    ours, theirs = outputs(Decoder(model))[2], expected[2]  # logits of the batch of seven rows
     numbers = (torch.frombuffer(bytearray(x), dtype=torch.float32) for x in (ours, theirs))
     torch.testing.assert_close(*numbers, rtol=1e-3, atol=1e-3)
 
 
-def test_bfloat16_is_as_close_to_the_exact_log_probs_as_transformers_is(tmp_path: Path) -> None:
+def test_bfloat16_error_is_comparable_to_transformers(tmp_path: Path) -> None:
     make_toy("deepseek_v4").save_pretrained(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).float().eval()

@@ -1,4 +1,4 @@
-"""The sweep: every architecture that transformers lists gives its own logits, or is refused by name."""
+"""Sweep over all architectures of transformers: each gives the module's own logits, or is rejected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verbatim.errors import UnsupportedModel
 from verbatim.model.decoder import Decoder
 from verbatim.model.trial import VERIFIED
 
-# Of the oldest transformers, GPT-BigCode's file says this when it is imported.
+# In the oldest transformers, importing GPT-BigCode's module gives this warning.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 
 
@@ -25,7 +25,7 @@ def opened(model: Any) -> tuple[Decoder | None, str]:
 
 
 @pytest.mark.parametrize("case", sweep.cases())
-def test_logits_are_the_models_own_or_it_is_refused(case: str) -> None:
+def test_logits_match_module_or_architecture_is_rejected(case: str) -> None:
     name = case.partition(":")[0]
     if case in sweep.UNBUILDABLE:
         with pytest.raises(ImportError, match="library"):
@@ -44,18 +44,18 @@ def test_logits_are_the_models_own_or_it_is_refused(case: str) -> None:
     assert_equal_in_every_schedule(model, decoder)
 
 
-def test_the_lists_account_for_every_architecture() -> None:
-    """Names of a newer transformers may be in no list: the test above holds them to the same rule."""
+def test_every_architecture_is_listed() -> None:
+    """Architectures of a newer transformers may be in no list; the test above still checks them."""
     known = sweep.names()
     supported = [n for n, cls in known.items() if cls in VERIFIED and n not in sweep.REFUSED]
     assert len(supported) >= 75
-    # transformers grows; of what it had when the lists were made, nothing may be missing.
+    # All architectures of the transformers for which the lists were written must be listed.
     listed = {*supported, *sweep.REFUSED, *sweep.UNBUILDABLE}
     newer = [n for n in known if n not in listed]
     assert not newer or len(known) > 196, f"in no list: {newer}"
 
 
-def test_a_verified_class_is_opened_without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verified_class_is_opened_without_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_trial(*_: Any, **__: Any) -> None:
         raise AssertionError("a verified class was tried out")
 
@@ -63,7 +63,7 @@ def test_a_verified_class_is_opened_without_a_trial(monkeypatch: pytest.MonkeyPa
     Decoder(toys.make_toy("llama"))
 
 
-def test_the_page_of_architectures_is_true() -> None:
+def test_architectures_page_is_up_to_date() -> None:
     page = Path(__file__).parents[2] / "docs" / "architectures.md"
     text = page.read_text()
     supported, refused = text.split("## Refused")
@@ -73,5 +73,5 @@ def test_the_page_of_architectures_is_true() -> None:
             assert f"`{name}`" in refused
         elif cls in VERIFIED:
             assert f"`{name}`" in supported
-    if len(known) == 196:  # the transformers the page was made with
+    if len(known) == 196:  # the transformers version that the page was written with
         assert text == sweep.markdown()

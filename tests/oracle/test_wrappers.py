@@ -1,4 +1,4 @@
-"""Models of images and sound, run on text: their own logits in every schedule, and no image is accepted."""
+"""Multimodal models run on text: the module's own logits in every schedule; images are rejected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def wrapper_folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
 
 @pytest.mark.parametrize("name", slow_but(list(SUPPORTED)[::3], SUPPORTED))
-def test_logits_are_the_wrappers_own(name: str, wrapper_folders: Callable[[str], Path]) -> None:
+def test_text_logits_match_multimodal_module(
+    name: str, wrapper_folders: Callable[[str], Path]
+) -> None:
     model = make_wrapper(name)
     assert_equal_in_every_schedule(model, Decoder(model))
     source = ModelSource(wrapper_folders(name))
@@ -38,13 +40,13 @@ def test_logits_are_the_wrappers_own(name: str, wrapper_folders: Callable[[str],
 # Toys are cast to their dtype, and Llama 4's vision tower has complex angles.
 @pytest.mark.filterwarnings("ignore:Casting complex values:UserWarning")
 @pytest.mark.parametrize("name", REFUSED)
-def test_others_are_refused_by_name(name: str) -> None:
+def test_unsupported_multimodal_models_are_rejected(name: str) -> None:
     with pytest.raises(UnsupportedModel, match=REFUSED[name]):
         Decoder(make_wrapper(name))
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "gemma3"])
-def test_offloaded_tokens_are_the_same(name: str, wrapper_folders: Callable[[str], Path]) -> None:
+def test_offload_gives_same_tokens(name: str, wrapper_folders: Callable[[str], Path]) -> None:
     prompts, params = mixed_requests(6)
     prompts = [[i for i in ids if i != PLACEHOLDER] for ids in prompts]
     expected = generated(LLM(wrapper_folders(name)), prompts, params)
@@ -52,7 +54,7 @@ def test_offloaded_tokens_are_the_same(name: str, wrapper_folders: Callable[[str
         assert all_facts(llm.generate(prompts, params)) == expected
 
 
-def test_ids_of_images_are_found_under_other_names_and_in_inner_configs() -> None:
+def test_image_token_id_is_found_in_inner_config() -> None:
     from transformers import Phi4MultimodalConfig
 
     config = Phi4MultimodalConfig(vision_config=dict(image_token_id=100))
@@ -60,22 +62,22 @@ def test_ids_of_images_are_found_under_other_names_and_in_inner_configs() -> Non
 
 
 @pytest.mark.parametrize("size", [7, 256, 8192])
-def test_chunks_longer_than_the_positions_are_no_chunks(size: int) -> None:
+def test_attention_chunk_sizes_up_to_beyond_max_length_match_module(size: int) -> None:
     model = toys.make_toy("llama4_text", attention_chunk_size=size)
     assert_equal_in_every_schedule(model, Decoder(model))
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "qwen3_5"])
-def test_images_are_refused_by_name(name: str, wrapper_folders: Callable[[str], Path]) -> None:
+def test_image_inputs_are_rejected(name: str, wrapper_folders: Callable[[str], Path]) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:"}}
     with LLM(wrapper_folders(name)) as llm:
         with pytest.raises(NotSupported, match=f"id {PLACEHOLDER} is the model's image_token"):
             llm.generate([3, PLACEHOLDER, 4])
         with llm.session() as session, pytest.raises(NotSupported, match="image_token"):
             session.generate([3, PLACEHOLDER])
-    asked = [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]}]
+    messages = [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]}]
     with (
         LLM(make_wrapper(name), tokenizer=byte_level().hf) as llm,
         pytest.raises(NotSupported, match="type 'image_url': only text"),
     ):
-        llm.chat(asked)
+        llm.chat(messages)

@@ -1,4 +1,4 @@
-"""A model in stages says the same words as one in memory, whatever becomes of the stages."""
+"""A model in stages gives the same tokens as a resident one, also when stages are lost, replaced or moved."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from support.requests_mixed import (
     resident_facts,
 )
 from support.stages import ThreadHost, ThreadHosts, check_threads_end, num_threads, serving, staged
-from verbatim import LLM, Cluster, InvalidRequest, NotSupported, SamplingParams, StageFailed, device
+from verbatim import LLM, Cluster, InvalidRequest, NotSupported, SamplingParams, StageFailed
 from verbatim.compat import megatron
 from verbatim.compat.megatron import DynamicInferenceRequest
 from verbatim.draft import EarlyExit
@@ -44,7 +44,8 @@ from verbatim.placement.distributed import link as links
 from verbatim.placement.distributed import opening as cluster_opening
 from verbatim.placement.distributed import stage_share
 from verbatim.placement.distributed.link import LinkLost
-from verbatim.placement.distributed.plan import LayerSizes, kv_sizes
+from verbatim.placement.distributed.opening import kv_sizes
+from verbatim.placement.distributed.split import LayerSizes
 from verbatim.placement.distributed.stage_share import StageShare
 from verbatim.placement.options import engine_options
 
@@ -66,9 +67,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def clustered(folder: Path, hosts: ThreadHosts | None = None, **settings: Any) -> LLM:
-    mine = {"dtype", "max_batch_tokens", "block_size", "kv_dtype", "kv_memory", "num_threads"}
-    mine |= {"prefix_cache", "draft", "num_draft_tokens"}
-    engine = {name: settings.pop(name) for name in mine & settings.keys()}
+    names = {"dtype", "max_batch_tokens", "block_size", "kv_dtype", "kv_memory", "num_threads"}
+    names |= {"prefix_cache", "draft", "num_draft_tokens"}
+    engine = {name: settings.pop(name) for name in names & settings.keys()}
     placement = staged(**{"stages": 3, "hosts": hosts or ThreadHosts()} | settings)
     return LLM(folder, max_length=200, placement=placement, **engine)
 
@@ -77,7 +78,7 @@ def clustered(folder: Path, hosts: ThreadHosts | None = None, **settings: Any) -
     ("name", "dtype"),
     slow_but(FAST, itertools.product(MODELS, ("float32", "bfloat16"))),
 )
-def test_any_number_of_stages_gives_the_same_words(
+def test_any_number_of_stages_gives_same_tokens(
     name: str, dtype: str, saved: Callable[[str], Path]
 ) -> None:
     expected = resident_facts(saved(name), dtype=dtype)
@@ -102,14 +103,14 @@ def test_routing_is_recorded_and_replayed_across_stages(saved: Callable[[str], P
         replayed = all_facts(llm.generate(prompts, replay))
     hosts = ThreadHosts()
     with clustered(saved("qwen3_moe"), hosts, kv_memory="1MB") as llm:
-        assert llm.engine.runner.num_blocks == blocks  # records count on stages, too
+        assert llm.engine.runner.num_blocks == blocks  # routing records take memory on stages, too
         assert all_facts(llm.generate(prompts, record)) == all_facts(expected)
         assert all_facts(llm.generate(prompts, replay)) == replayed
         at_batch(serving(llm)[1], 3, kill)
         assert all_facts(llm.generate(prompts, replay)) == replayed
         at_batch(serving(llm)[0], 3, kill)
         assert all_facts(llm.generate(prompts, record)) == all_facts(expected)
-    with clustered(saved("gpt2")) as llm, pytest.raises(NotSupported, match="no layer of it"):
+    with clustered(saved("gpt2")) as llm, pytest.raises(NotSupported, match="none of its layers"):
         llm.generate([1, 2], record)
 
 
@@ -121,7 +122,7 @@ def kill(host: ThreadHost, batch: Any) -> None:
 
 
 def at_batch(host: ThreadHost, number: int, do: Callable[[ThreadHost, Any], object]) -> None:
-    """Let something happen to a stage before it computes its `number`th batch from here, from 0."""
+    """Call `do` before a stage computes its `number`th batch from now on, counted from 0."""
     seen = 0
 
     def before(batch: Any) -> None:
@@ -134,12 +135,12 @@ def at_batch(host: ThreadHost, number: int, do: Callable[[ThreadHost, Any], obje
 
 
 def replaced(before: list[ThreadHost], llm: LLM) -> list[int]:
-    """The places of stages that are served by another process now."""
+    """Return the indices of stages that another process serves now."""
     return [i for i, (a, b) in enumerate(zip(before, serving(llm), strict=True)) if a is not b]
 
 
 def kill_at_record(llm: LLM, number: int, place: int) -> list[Any]:
-    """Kill a stage as the engine asks for choices the `number`th time; return all that it asks for."""
+    """Kill a stage at the `number`th call of `record`; return a list that collects all calls' arguments."""
     runner, plain, calls = llm.engine.runner, llm.engine.runner.record, list[Any]()
 
     def record(*args: Any) -> Any:
@@ -166,10 +167,10 @@ FAST_KILLS = {(0, "begin"), (2, "prefill"), (1, "small-blocks"), (1, "few-bits")
     ("place", "moment"),
     slow_but(FAST_KILLS, itertools.product(range(3), MOMENTS)),
 )
-def test_a_killed_stage_changes_no_word(
+def test_killed_stage_is_replaced_with_same_tokens(
     place: int, moment: str, saved: Callable[[str], Path]
 ) -> None:
-    """Mixed requests, beams among them."""
+    """The requests are mixed and include beam search."""
     batch, options = MOMENTS[moment]
     expected = resident_facts(saved("qwen3_moe"), kv_dtype=options.get("kv_dtype", "auto"))
     hosts, threads = ThreadHosts(), num_threads()
@@ -187,7 +188,7 @@ def test_a_killed_stage_changes_no_word(
     check_threads_end(threads)
 
 
-def test_two_at_once_one_after_the_other_and_one_while_it_recovers(
+def test_stages_lost_together_in_turn_and_during_recovery_are_replaced(
     saved: Callable[[str], Path],
 ) -> None:
     expected = resident_facts(saved("gpt2"))
@@ -198,7 +199,7 @@ def test_two_at_once_one_after_the_other_and_one_while_it_recovers(
         assert mixed_facts(llm) == expected
         assert llm.stats()["cluster"]["restarts"] == 2 and not second.killed
 
-        # The one that comes in its place is killed while it computes what was lost.
+        # The replacement is killed while it recomputes the lost KV cache.
         hosts.on_start = lambda host: (at_batch(host, 0, kill), setattr(hosts, "on_start", idle))
         at_batch(second, 6, kill)
         assert mixed_facts(llm) == expected
@@ -218,16 +219,16 @@ CUT = pytest.param(
 
 
 @pytest.mark.parametrize("how", ["hangs", "silent", "hangs up", "garbles", CUT])
-def test_a_stage_that_hangs_or_is_cut_off_is_replaced(
+def test_hung_or_disconnected_stage_is_replaced(
     how: str, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Silent: as a stopped process. The others lose what was sent to it; where the network is cut between two
-    stages, both reach the head."""
+    """`silent` answers no ping, like a stopped process. The last three break the connection between stages 0
+    and 1; with `cut`, both still reach the head."""
     expected = resident_facts(saved("gpt2"), 5)
     hosts, release = ThreadHosts(), threading.Event()
     if how == "cut":
         monkeypatch.setattr(links, "_HAS_NAMES", False)
-        monkeypatch.setattr(links, "_SAY_S", 1.0)
+        monkeypatch.setattr(links, "_SEND_TIMEOUT_S", 1.0)
     with clustered(saved("gpt2"), hosts) as llm:
         before, group = serving(llm), llm.engine.runner.group
 
@@ -235,9 +236,9 @@ def test_a_stage_that_hangs_or_is_cut_off_is_replaced(
             group.patience_s, group.step_timeout_s = patience_s, step_timeout_s
 
         def disturb(host: ThreadHost, batch: Any) -> None:
-            link: Any = before[0].stage._next
-            behind: Any = before[1].stage._before
-            put = link.put
+            link: Any = before[0].stage._next_link
+            behind: Any = before[1].stage._previous_link
+            send_raw = link.send_raw
             if how == "silent":
                 monkeypatch.setattr(host.stage, "_ping", lambda: release.wait(PATIENCE_S))
             if how in ("hangs", "silent"):
@@ -248,7 +249,7 @@ def test_a_stage_that_hangs_or_is_cut_off_is_replaced(
                 drop_all(behind._connection)
             else:
                 garbles = how == "garbles"
-                link.put = lambda data: put(bytes(len(data))) if garbles else link.close()
+                link.send_raw = lambda data: send_raw(bytes(len(data))) if garbles else link.close()
 
         at_batch(before[1 if how in ("hangs", "silent") else 0], 3, disturb)
         hosts.on_start = lambda host: be_patient(PATIENCE_S, PATIENCE_S)
@@ -258,29 +259,29 @@ def test_a_stage_that_hangs_or_is_cut_off_is_replaced(
 
 
 def drop_all(connection: socket.socket) -> None:
-    """Let the kernel drop all that comes for a connection, so that nothing is acknowledged."""
+    """Make the kernel drop every packet that arrives for a connection, so that nothing is acknowledged."""
     attach_filter = 26  # SO_ATTACH_FILTER
     program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # return 0
     described = struct.pack("HL", 1, ctypes.addressof(program))
     connection.setsockopt(socket.SOL_SOCKET, attach_filter, described)
 
 
-def test_a_stage_that_computes_for_long_is_not_lost(
+def test_slow_stage_is_not_declared_lost(
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stage before can't send to it meanwhile."""
-    monkeypatch.setattr(links, "_SAY_S", 1.0)
+    """Meanwhile the previous stage can't send to it."""
+    monkeypatch.setattr(links, "_SEND_TIMEOUT_S", 1.0)
     expected = resident_facts(saved("gpt2"), 5)
     with clustered(saved("gpt2"), micro_batches=3) as llm:
         before = serving(llm)
         share: Any = before[0].stage
-        share._next._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        share._next_link._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         at_batch(before[1], 0, lambda host, batch: time.sleep(1.5))
         assert all_facts(llm.generate(*mixed_requests(5))) == expected
         assert serving(llm) == before
 
 
-def test_without_a_replacement_the_request_fails_and_the_others_go_on_later(
+def test_stage_loss_without_replacement_fails_requests_until_a_host_is_back(
     saved: Callable[[str], Path],
 ) -> None:
     prompt, params = toys.random_ids(20, 1), SamplingParams(max_tokens=8, seed=3)
@@ -288,14 +289,14 @@ def test_without_a_replacement_the_request_fails_and_the_others_go_on_later(
     hosts = ThreadHosts()
     with clustered(saved("gpt2"), hosts) as llm, llm.session(max_length=100, seed=3) as session:
         assert facts(session.generate(prompt, params.replace(max_tokens=5)))
-        said = list(session.token_ids)
+        session_ids = list(session.token_ids)
         hosts.room = 0
         at_batch(serving(llm)[1], 2, kill)
         with pytest.raises(StageFailed, match=r"stage 1 \(layers 2 to 4 on one\).*no machine left"):
             llm.generate([prompt], params)
         with pytest.raises(StageFailed, match="stage 1"):
             llm.generate([prompt], params)
-        assert session.token_ids == said
+        assert session.token_ids == session_ids
         hosts.room = None
         assert all_facts(llm.generate([prompt], params)) == [expected]
         session.generate(None, SamplingParams(max_tokens=3))
@@ -303,7 +304,7 @@ def test_without_a_replacement_the_request_fails_and_the_others_go_on_later(
         assert llm.stats()["blocks_used"] <= 2
 
 
-def test_bounded_restarts(saved: Callable[[str], Path]) -> None:
+def test_restarts_are_limited_by_max_restarts(saved: Callable[[str], Path]) -> None:
     hosts, params = ThreadHosts(), SamplingParams(max_tokens=8, ignore_eos=True)
     with clustered(saved("gpt2"), hosts, max_restarts=2) as llm:
         hosts.on_start = lambda host: at_batch(host, 0, kill)
@@ -331,13 +332,13 @@ def test_bounded_restarts(saved: Callable[[str], Path]) -> None:
         assert len(calls) == 4
 
 
-def test_ctrl_c_while_work_is_sent_costs_no_stage(saved: Callable[[str], Path]) -> None:
+def test_ctrl_c_while_sending_work_loses_no_stage(saved: Callable[[str], Path]) -> None:
     with clustered(saved("gpt2")) as llm:
         before, member = serving(llm), llm.engine.runner.group.members[1]
         send = member.send
 
         def press(message: Any) -> None:
-            if isinstance(message, list):  # work, which the first stage has by now
+            if isinstance(message, list):  # work, which the first stage has received already
                 member.send = send
                 signal.raise_signal(signal.SIGINT)
             send(message)
@@ -349,7 +350,7 @@ def test_ctrl_c_while_work_is_sent_costs_no_stage(saved: Callable[[str], Path]) 
         assert serving(llm) == before
 
 
-def test_ctrl_c_in_the_middle_of_a_recovery(saved: Callable[[str], Path]) -> None:
+def test_ctrl_c_during_recovery_leaves_engine_usable(saved: Callable[[str], Path]) -> None:
     expected = resident_facts(saved("gpt2"), 5)
     hosts = ThreadHosts()
     with clustered(saved("gpt2"), hosts) as llm:
@@ -375,7 +376,7 @@ def test_ctrl_c_in_the_middle_of_a_recovery(saved: Callable[[str], Path]) -> Non
             assert all_facts(llm.generate(prompts, params)) == expected
 
 
-def test_what_was_computed_is_computed_again_once(saved: Callable[[str], Path]) -> None:
+def test_lost_kv_cache_is_recomputed_in_one_forward(saved: Callable[[str], Path]) -> None:
     prompt, params = toys.random_ids(60, 1), SamplingParams(max_tokens=9, seed=3)
     with clustered(saved("gpt2")) as llm:
         first, _, last = serving(llm)
@@ -387,10 +388,12 @@ def test_what_was_computed_is_computed_again_once(saved: Callable[[str], Path]) 
         assert llm.stats()["cluster"]["recomputed_tokens"] == 60 + 4
 
 
-# Losses at the worst moment.
+# Stage losses at critical moments.
 
 
-def test_a_sample_that_ends_while_it_waits_for_a_seat(saved: Callable[[str], Path]) -> None:
+def test_stage_lost_as_waiting_samples_finish_gives_same_result(
+    saved: Callable[[str], Path],
+) -> None:
     prompt = toys.random_ids(6, 2)
     params = SamplingParams(max_tokens=1, seed=2, n=3, record_routing=True)
     expected = generated(LLM(saved("qwen3_moe")), [prompt], params)
@@ -398,10 +401,10 @@ def test_a_sample_that_ends_while_it_waits_for_a_seat(saved: Callable[[str], Pat
         llm.engine.scheduler.max_sequences = 1
         calls = kill_at_record(llm, 2, 1)
         assert all_facts(llm.generate([prompt], params)) == expected
-        assert len(calls) == 3 + 2  # the last two are asked for again
+        assert len(calls) == 3 + 2  # the last two are requested again
 
 
-def test_an_abort_between_a_loss_and_the_record_of_an_ended_request(
+def test_abort_after_stage_loss_returns_tokens_without_routing(
     saved: Callable[[str], Path],
 ) -> None:
     prompt, params = (
@@ -424,10 +427,12 @@ def test_an_abort_between_a_loss_and_the_record_of_an_ended_request(
         assert all_facts(llm.generate([prompt], params)) == expected
 
 
-def test_a_stage_lost_between_tokens_of_a_megatron_request(saved: Callable[[str], Path]) -> None:
-    """Several tokens of one step, whose experts are lost, come with those of the next."""
+def test_stage_lost_between_megatron_steps_keeps_tokens_and_routing(
+    saved: Callable[[str], Path],
+) -> None:
+    """If a step's routing is lost, its tokens are returned with those of the next step."""
 
-    def told(number: int) -> tuple[list[int], list[Any], int]:
+    def run(number: int) -> tuple[list[int], list[Any], int]:
         request = DynamicInferenceRequest(request_id=7, prompt_tokens=[7, 8, 9] * 7)
         request.sampling_params = megatron.SamplingParams(
             num_tokens_to_generate=20, termination_id=-1, top_k=1
@@ -443,14 +448,14 @@ def test_a_stage_lost_between_tokens_of_a_megatron_request(saved: Callable[[str]
                 rows += (step["routing_indices_per_request"] or {}).values()
             return ids, torch.cat(rows).tolist(), len(calls)
 
-    ids, rows, num_records = told(0)
+    ids, rows, num_records = run(0)
     assert len(ids) == 20 and len(rows) == 21 + 19 and num_records < 15
     for number in range(1, num_records + 1):
-        assert told(number)[:2] == (ids, rows), number
+        assert run(number)[:2] == (ids, rows), number
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_a_stage_lost_while_logits_are_processed_or_peeked_at(
+def test_stage_lost_during_logits_processor_or_peek_is_replaced(
     place: int, saved: Callable[[str], Path]
 ) -> None:
     prompts = [toys.random_ids(20 + i, i) for i in range(2)]
@@ -480,7 +485,7 @@ def test_a_stage_lost_while_logits_are_processed_or_peeked_at(
         llm.engine.dummy_forward()
 
 
-def test_what_was_lost_is_computed_again_before_a_peek_returns(
+def test_peek_recomputes_lost_kv_cache_before_it_returns(
     saved: Callable[[str], Path],
 ) -> None:
     prompts = [toys.random_ids(60 + i, i) for i in range(2)]
@@ -502,7 +507,7 @@ def test_what_was_lost_is_computed_again_before_a_peek_returns(
         assert [len(request.sequences[0].output_ids) for request in requests] == drawn
 
 
-def test_a_stage_lost_as_all_fall_asleep(saved: Callable[[str], Path]) -> None:
+def test_stage_lost_during_sleep_gives_same_tokens_after_wake(saved: Callable[[str], Path]) -> None:
     prompt, params = toys.random_ids(20, 1), SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
     with LLM(saved("gpt2")) as llm:
         expected = llm.generate([prompt], params)[0].outputs[0].token_ids
@@ -519,13 +524,13 @@ def test_a_stage_lost_as_all_fall_asleep(saved: Callable[[str], Path]) -> None:
                         dying.kill()
                         until(lambda group=group: group.pump(0.01) or group.lost)
                     llm.sleep(weights=weights)
-                    # It has the message, too, and makes one call at a time.
+                    # The first stage got the `sleep` call, too, and handles one call at a time.
                     assert group.call("status", [group.members[0]])[0]["kv_bytes"] == 0
                     llm.wake()
             assert found == expected
 
 
-def test_a_stage_that_is_gone_before_the_one_in_front_connects(
+def test_stage_unreachable_from_the_previous_one_is_replaced(
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = resident_facts(saved("gpt2"), 5)
@@ -544,8 +549,8 @@ def test_a_stage_that_is_gone_before_the_one_in_front_connects(
         assert llm.stats()["cluster"]["restarts"] == 2
 
 
-def test_a_micro_batch_that_fails_while_the_next_one_arrives(saved: Callable[[str], Path]) -> None:
-    """The report of it comes last."""
+def test_micro_batch_error_with_delayed_report_is_raised(saved: Callable[[str], Path]) -> None:
+    """The report of the error is delayed."""
 
     def fail(host: ThreadHost, batch: Any) -> None:
         raise ZeroDivisionError("in a stage")
@@ -561,7 +566,7 @@ def test_a_micro_batch_that_fails_while_the_next_one_arrives(saved: Callable[[st
         assert llm.generate([[5], [6], [7]], SamplingParams(max_tokens=2, ignore_eos=True))
 
 
-def test_weights_that_change_are_not_taken_for_the_same(
+def test_changed_checkpoint_is_detected_on_wake_and_stage_replacement(
     saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(saved("gpt2"), tmp_path / "model")
@@ -585,10 +590,10 @@ def test_weights_that_change_are_not_taken_for_the_same(
             llm.generate([5, 6])
 
 
-# Moving.
+# Moving layers.
 
 
-def test_layers_move_while_somebody_talks(saved: Callable[[str], Path]) -> None:
+def test_layers_move_between_stages_during_generation(saved: Callable[[str], Path]) -> None:
     prompt, params = toys.random_ids(30, 1), SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
     with LLM(saved("qwen3_moe")) as llm:
         expected = llm.generate([prompt], params)[0].outputs[0].token_ids
@@ -610,20 +615,20 @@ def test_layers_move_while_somebody_talks(saved: Callable[[str], Path]) -> None:
         llm.rebalance()
 
 
-def test_a_machine_that_joins_is_taken_in_when_nobody_talks(saved: Callable[[str], Path]) -> None:
+def test_joining_machine_receives_a_stage_between_requests(saved: Callable[[str], Path]) -> None:
     expected = resident_facts(saved("gpt2"), 5)
     hosts = ThreadHosts("one")
     with clustered(saved("gpt2"), hosts) as llm:
         supervisor = llm.engine.runner.group
         assert mixed_facts(llm, 5) == expected
         hosts.names.append("two")
-        supervisor._next_look = 0.0
+        supervisor._next_check = 0.0
         assert mixed_facts(llm, 5) == expected
         assert {host.machine for host in serving(llm)} == {"one", "two"}
         assert llm.stats()["cluster"]["restarts"] == 0
 
 
-def test_a_machine_that_joins_is_taken_in_where_another_that_joins_is_of_no_use(
+def test_next_joining_machine_receives_a_stage_after_one_fails(
     saved: Callable[[str], Path],
 ) -> None:
     expected = resident_facts(saved("gpt2"), 5)
@@ -633,26 +638,26 @@ def test_a_machine_that_joins_is_taken_in_where_another_that_joins_is_of_no_use(
         hosts.names += ["two", "three"]
         hosts.on_start = lambda host: (host.kill(), setattr(hosts, "on_start", idle))
         for machines in (1, 2):
-            supervisor._next_look = 0.0
+            supervisor._next_check = 0.0
             assert mixed_facts(llm, 5) == expected
             assert len({host.machine for host in serving(llm)}) == machines
 
 
-def test_a_stage_that_fits_on_no_machine_is_split_over_two(
+def test_stage_too_large_for_any_machine_is_split(
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = resident_facts(saved("qwen3_moe"))
     hosts = ThreadHosts()
     with clustered(saved("qwen3_moe"), hosts, stages=2) as llm:
         needed = max(stage["weight_bytes"] for stage in llm.info()["stages"])
-        monkeypatch.setattr(device, "available_memory", lambda: needed * 3 // 4)
+        monkeypatch.setattr("verbatim.model.device.available_memory", lambda: needed * 3 // 4)
         at_batch(serving(llm)[1], 5, kill)
         assert mixed_facts(llm) == expected
         assert [stage["layers"] for stage in llm.info()["stages"]] in (
             [[0, 3], [3, 4], [4, 6]],
             [[0, 3], [3, 5], [5, 6]],
         )
-        monkeypatch.setattr(device, "available_memory", lambda: needed // 9)
+        monkeypatch.setattr("verbatim.model.device.available_memory", lambda: needed // 9)
         at_batch(serving(llm)[0], 5, kill)
         with pytest.raises(StageFailed, match=r"stage 0 .*can't be divided"):
             llm.generate(*mixed_requests())
@@ -680,20 +685,20 @@ def test_layers_are_divided_by_memory_and_speed(
         layout.divide(room, speed)
 
 
-def test_processes_that_share_a_memory_share_its_kv_budget() -> None:
+def test_processes_on_one_device_share_its_kv_budget() -> None:
     def sizes(*memories: tuple[str, int], **given: Any) -> tuple[int | None, int]:
         each = [10] * len(memories), [0] * len(memories)
         options, blocks, _ = kv_sizes(engine_options(**given), None, memories, *each)
         return options.kv_bytes, blocks
 
-    # 200 tokens, as 40% of the smaller memory holds
+    # 40% of the smaller memory holds 200 tokens
     assert sizes(("cuda:0", 10_000), ("cuda:1", 5000)) == (200 * 20, 200 // 16)
-    # what is free was read after the other one's weights
+    # free memory was measured after the other process had loaded its weights
     assert sizes(("cuda:0", 10_000), ("cuda:0", 5000)) == (100 * 20, 100 // 16)
     assert sizes(("cpu", 10_000), kv_memory=770) == (770, 770 // 160)
 
 
-def test_some_layers_are_divided() -> None:
+def test_range_of_layers_is_divided_over_stages() -> None:
     layout = LayerSizes((1, 2, 3, 4), (10, 20), 5, (1, 2, 3))
     assert [layout.bytes_of(0, 4), layout.bytes_of(1, 2), layout.bytes_of(0, 1)] == [45, 7, 16]
     assert layout.divide([30, 30], [1, 1], (1, 3)) == [(1, 2), (2, 3)]
@@ -702,7 +707,7 @@ def test_some_layers_are_divided() -> None:
 # Opening and closing.
 
 
-def test_machines_that_would_give_other_bits_are_refused(
+def test_machines_with_different_numerics_version_or_model_are_rejected(
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = iter(["cpu/a", "cpu/b", "cpu/a"])
@@ -714,7 +719,7 @@ def test_machines_that_would_give_other_bits_are_refused(
     monkeypatch.undo()
     facts_of = StageShare.facts
     monkeypatch.setattr(StageShare, "facts", lambda *args: {**facts_of(*args), "verbatim": "0.0.0"})
-    with pytest.raises(NotSupported, match=r"one has verbatim 0\.0\.0, and this machine has"):
+    with pytest.raises(NotSupported, match=r"one has verbatim 0\.0\.0, but this machine has"):
         clustered(saved("gpt2"))
     monkeypatch.undo()
     monkeypatch.setattr(cluster_opening, "fingerprint", lambda loaded: "another")
@@ -722,11 +727,11 @@ def test_machines_that_would_give_other_bits_are_refused(
         clustered(saved("gpt2"))
 
 
-def test_what_cannot_be_clustered_is_refused_by_name(saved: Callable[[str], Path]) -> None:
+def test_invalid_cluster_placements_are_rejected(saved: Callable[[str], Path]) -> None:
     folder = saved("gpt2")
     with pytest.raises(InvalidRequest, match=r"stages=7: the model can be cut into 6"):
         clustered(folder, stages=7)
-    with pytest.raises(InvalidRequest, match=r"layers=\(2, 2\) are 4; the model has 6"):
+    with pytest.raises(InvalidRequest, match=r"layers=\(2, 2\) add up to 4; the model has 6"):
         clustered(folder, stages=None, layers=(2, 2))
     with pytest.raises(NotSupported, match="a live module is in memory"):
         LLM(toys.make_toy("gpt2"), placement=staged())
@@ -739,7 +744,7 @@ def test_what_cannot_be_clustered_is_refused_by_name(saved: Callable[[str], Path
         (dict(layers=()), "layers=\\(\\)"),
         (dict(layers="22"), "layers='22'"),
         (dict(layers=(1, 0)), "layers=0"),
-        (dict(stages=3, layers=(3, 3)), "are 2 stages"),
+        (dict(stages=3, layers=(3, 3)), "makes 2 stages"),
         (dict(spares=-1), "spares=-1"),
         (dict(max_restarts=1.5), "max_restarts=1.5"),
         (dict(patience_s=0), "patience_s=0"),
@@ -757,8 +762,10 @@ def test_what_cannot_be_clustered_is_refused_by_name(saved: Callable[[str], Path
     assert all(host.killed for host in hosts.hosts)
 
 
-def test_updated_weights_are_lost_with_their_stage(saved: Callable[[str], Path]) -> None:
-    """And a stage that is lost during the update is replaced, since its weights are sent again."""
+def test_stage_lost_after_weight_update_requires_another_update(
+    saved: Callable[[str], Path],
+) -> None:
+    """A stage lost during the update itself is replaced, because its weights are sent again."""
     new = toys.make_toy("llama", seed=7, **MODELS["llama"])
     right = generated(LLM(new, max_length=200), *mixed_requests(5))
     with clustered(saved("llama")) as llm:
@@ -789,7 +796,7 @@ def test_updated_weights_are_lost_with_their_stage(saved: Callable[[str], Path])
         assert mixed_facts(llm, 5) == right
 
 
-def test_layers_as_told(saved: Callable[[str], Path]) -> None:
+def test_explicit_layers_per_stage_are_used(saved: Callable[[str], Path]) -> None:
     expected = resident_facts(saved("llama"), 5)
     with clustered(saved("llama"), stages=None, layers=(1, 4, 1), num_threads=1) as llm:
         assert [stage["layers"] for stage in llm.info()["stages"]] == [[0, 1], [1, 5], [5, 6]]
@@ -814,7 +821,7 @@ def test_layers_as_told(saved: Callable[[str], Path]) -> None:
         assert one["weight_bytes"] == other["weight_bytes"]
 
 
-def test_evictions_prefixes_and_a_kill_in_little_memory(saved: Callable[[str], Path]) -> None:
+def test_killed_stage_with_preemptions_gives_same_tokens(saved: Callable[[str], Path]) -> None:
     expected = resident_facts(saved("gpt2"))
     with LLM(saved("gpt2")) as llm:
         per_token = llm.info()["kv_bytes_per_token"]
@@ -837,10 +844,10 @@ def test_evictions_prefixes_and_a_kill_in_little_memory(saved: Callable[[str], P
         pytest.param(0, "folder", EarlyExit(1), id="first-early-exit"),
     ],
 )
-def test_layers_that_draft_survive_a_stage(
+def test_drafts_match_one_process_after_stage_loss_sleep_and_move(
     place: int, source: str, draft: Any, tmp_path: Path
 ) -> None:
-    """Drafts of what was said are those of a model in one process, before a stage is lost and after."""
+    """Drafts for a prefix equal those of a model in one process, before and after a stage is lost."""
     pair = toy("qwen3", 2)
     save_with_mtp(pair, tmp_path / "hf")
     options: dict[str, Any] = dict(draft=draft, num_draft_tokens=3, max_length=200)
@@ -856,7 +863,7 @@ def test_layers_that_draft_survive_a_stage(
     params = [SamplingParams(seed=i, temperature=i / 4, max_tokens=14) for i in range(6)]
 
     def drafts_of(llm: LLM) -> dict[Any, list[int]]:
-        """By what they are behind; filled in from now on."""
+        """Return a dict of the drafts by prefix, filled in from now on."""
         found: dict[Any, list[int]] = {}
         proposer: Any = llm.engine.drafting.proposer  # type: ignore[union-attr]
         propose = proposer.propose
@@ -884,8 +891,8 @@ def test_layers_that_draft_survive_a_stage(
         assert all_facts(llm.generate(prompts, params)) == expected
         stats = llm.stats()
         assert stats["cluster"]["restarts"] == 1 and stats["draft"]["errors"] == 0
-        known = {behind: draft for behind, draft in found.items() if behind in right}
-        assert len(known) > 20 and all(right[behind] == draft for behind, draft in known.items())
+        known = {prefix: draft for prefix, draft in found.items() if prefix in right}
+        assert len(known) > 20 and all(right[prefix] == draft for prefix, draft in known.items())
         llm.sleep(weights=True)
         llm.wake()
         found.clear()
@@ -907,7 +914,7 @@ def test_layers_that_draft_survive_a_stage(
         assert stats["draft"]["errors"] > 0 and stats["cluster"]["restarts"] == 1
 
 
-def test_an_error_in_the_model_fails_the_requests_and_not_the_stage(
+def test_model_error_fails_requests_but_keeps_stages(
     saved: Callable[[str], Path],
 ) -> None:
     def fail(host: ThreadHost, batch: Any) -> None:
@@ -930,11 +937,10 @@ def test_an_error_in_the_model_fails_the_requests_and_not_the_stage(
         last.draw = draw_plain
         assert mixed_facts(llm) == resident_facts(saved("gpt2"))
         assert serving(llm) == before and llm.stats()["cluster"]["restarts"] == 0
-        assert torch.get_num_threads() >= 1
 
 
-def test_a_stage_lost_while_a_step_is_committed(saved: Callable[[str], Path]) -> None:
-    """Then the last rows count for some sequences, and for others not yet."""
+def test_stage_lost_while_step_is_committed_gives_same_tokens(saved: Callable[[str], Path]) -> None:
+    """The step's tokens are committed for some sequences and not yet for others."""
     prompts = [toys.random_ids(20 + i, i) for i in range(4)]
     params = [
         SamplingParams(max_tokens=5 + 3 * (i > 1), seed=i, record_routing=True) for i in range(4)
@@ -942,6 +948,6 @@ def test_a_stage_lost_while_a_step_is_committed(saved: Callable[[str], Path]) ->
     expected = generated(LLM(saved("qwen3_moe")), prompts, params)
     for place in range(3):
         with clustered(saved("qwen3_moe"), block_size=4) as llm:
-            kill_at_record(llm, 1, place)  # of the first of two that end in this step
+            kill_at_record(llm, 1, place)  # for the first of two sequences that end in this step
             assert all_facts(llm.generate(prompts, params)) == expected
             assert llm.stats()["cluster"]["restarts"] == 1

@@ -1,4 +1,4 @@
-"""What stages say to each other, and to strangers."""
+"""Connections between stages: wire format, handshakes, unknown clients and unexpected messages."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ import torch
 from support.programs import PATIENCE_S, in_thread, resident_bytes
 from verbatim import SamplingParams, StageFailed, VerbatimError
 from verbatim.batch import dummy_batch
-from verbatim.device import Device
+from verbatim.model.device import Device
 from verbatim.placement.distributed import link as links
 from verbatim.placement.distributed.group import StageGroup
 from verbatim.placement.distributed.hosts import Hosts, NoHost
 from verbatim.placement.distributed.link import Link, LinkLost, Listener, Refused
+from verbatim.placement.distributed.ranks import RankHost
 from verbatim.placement.distributed.stage_share import StageShare
-from verbatim.placement.distributed.torchrun import RankHost
 from verbatim.placement.distributed.wire import MAGIC, PREFIX, Garbage, decode, encode, sizes
 
 KEY = b"k" * 32
@@ -52,7 +52,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b) or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
 
 
-def test_plain_data_and_arrays_arrive_as_they_were() -> None:
+def test_messages_round_trip_unchanged() -> None:
     message = {
         "numbers": [1, -(2**63), 0.1, 1e-300, math.inf, -math.inf, math.nan, True, None],
         "text": "Grüße \0 \ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16"),
@@ -67,14 +67,14 @@ def test_plain_data_and_arrays_arrive_as_they_were() -> None:
         "many": list(range(-500, 500)),
         "many of all sorts": [True, 2**80, *range(100)],
     }
-    found = over_the_wire(message)
-    assert same(found, message)
-    assert type(found["many"]) is list and found["many of all sorts"][0] is True
-    assert isinstance(next(iter(dict(list(found["by number"].items())[1:]))), tuple)
-    # Objects come as cluster and ranks exchange them in other tests; what is sent twice is one object.
+    received = over_the_wire(message)
+    assert same(received, message)
+    assert type(received["many"]) is list and received["many of all sorts"][0] is True
+    assert isinstance(next(iter(dict(list(received["by number"].items())[1:]))), tuple)
+    # Other tests cover the objects that clusters and ranks exchange; one sent twice arrives as one object.
     params = SamplingParams(logit_bias={3: 1.5})
-    found = over_the_wire({"params": [params, params]})["params"]
-    assert found[0] is found[1] and found[0] == params
+    received = over_the_wire({"params": [params, params]})["params"]
+    assert received[0] is received[1] and received[0] == params
     for bad in ({"a": {1, 2}}, {"a": object()}, {"a": b"raw"}, {"a": torch.complex64}):
         with pytest.raises((TypeError, KeyError)):
             encode(bad)
@@ -102,13 +102,13 @@ def test_plain_data_and_arrays_arrive_as_they_were() -> None:
         b'{"a":{"\\u0000code":"1"}}',
     ],
 )
-def test_hostile_headers(header: bytes) -> None:
+def test_hostile_headers_raise_garbage(header: bytes) -> None:
     with pytest.raises(Garbage):
         decode(header, bytearray(8))
 
 
 def frames(count: int) -> Iterator[bytes]:
-    """Messages with some of their bytes changed, removed or repeated."""
+    """Yield messages with some bytes changed, removed or repeated."""
     rng = random.Random(0)
     deep = {"a": [{"b": torch.ones(2)}]}
     messages = ({"do": "work", "batch": dummy_batch(), **deep}, {"do": "ping"})
@@ -129,7 +129,7 @@ def frames(count: int) -> Iterator[bytes]:
         yield bytes(raw)
 
 
-def test_fuzzed_frames_are_messages_or_garbage() -> None:
+def test_fuzzed_frames_decode_or_raise_garbage() -> None:
     """`VERBATIM_FUZZ_FRAMES=100000` tries more."""
     count, seen, before = int(os.environ.get("VERBATIM_FUZZ_FRAMES", "2000")), 0, 0
     for number, raw in enumerate(frames(count)):
@@ -149,79 +149,80 @@ def test_fuzzed_frames_are_messages_or_garbage() -> None:
     assert resident_bytes() < before + 100 * 2**20
 
 
-# Doors.
+# Listeners.
 
 
-class Guests:
-    """A door that lets everybody in who asks nicely."""
+class Peers:
+    """A listener that accepts every peer with the key except the one named "unwanted"."""
 
     def __init__(self) -> None:
         self.links: list[Link] = []
         self.met: list[dict[str, Any]] = []
-        self.door = Listener(KEY, "127.0.0.1", self._let_in)
-        self.address = ("127.0.0.1", self.door.port)
+        self.listener = Listener(KEY, "127.0.0.1", self._accept)
+        self.address = ("127.0.0.1", self.listener.port)
 
-    def _let_in(self, who: dict[str, Any], link: Link) -> Callable[[], object]:
-        if who.get("name") == "nobody":
-            raise VerbatimError("we want nobody here")
+    def _accept(self, who: dict[str, Any], link: Link) -> Callable[[], object]:
+        if who.get("name") == "unwanted":
+            raise VerbatimError("not wanted here")
         self.met.append(who)
         self.links.append(link)
         return lambda: None
 
     def close(self) -> None:
-        self.door.close()
+        self.listener.close()
         for link in self.links:
             link.close()
 
 
 @pytest.fixture
-def guests() -> Iterator[Guests]:
-    made = Guests()
-    yield made
-    made.close()
+def peers() -> Iterator[Peers]:
+    accepting = Peers()
+    yield accepting
+    accepting.close()
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["one-machine", "tcp"])
-def test_a_connection_carries_messages_and_bytes(
-    near: bool, guests: Guests, monkeypatch: pytest.MonkeyPatch
+def test_link_carries_messages_and_raw_bytes(
+    near: bool, peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "_HAS_NAMES", near and sys.platform == "linux")
-    link = connect(guests.address, KEY, {"name": "me"})
-    there = guests.links[0]
+    link = connect(peers.address, KEY, {"name": "me"})
+    there = peers.links[0]
     if sys.platform == "linux":
         assert (link._connection.family == socket.AF_UNIX) == near
-    for size in (1, 100, 100_000, 10_000_000):  # some are more than what is read ahead
+    for size in (1, 100, 100_000, 10_000_000):  # some exceed the read-ahead buffer
         link.send({"size": size})
         assert there.receive() == {"size": size}
-        sent, found = random.Random(size).randbytes(size), bytearray(size)
+        sent, received = random.Random(size).randbytes(size), bytearray(size)
         sending = in_thread(send_slowly, link, [sent[:50], sent[50:]])
-        there.fill(memoryview(found))
-        assert found == sent
+        there.receive_into(memoryview(received))
+        assert received == sent
         sending.result()
     big = {"rows": torch.randn(300, 1000), "many": [torch.tensor([i]) for i in range(200)]}
-    in_thread(link.send, big)
-    assert guests.met == [{"name": "me"}] and same(there.receive(), big)
-    link.put(b"vbt9" + bytes(PREFIX.size - 4))
+    sending = in_thread(link.send, big)
+    assert peers.met == [{"name": "me"}] and same(there.receive(), big)
+    sending.result()
+    link.send_raw(b"vbt9" + bytes(PREFIX.size - 4))
     with pytest.raises(Garbage):
         there.receive()
     there.close()
     with pytest.raises(LinkLost):
         link.receive()
-    with pytest.raises(LinkLost):  # more than what the operating system takes for one that is gone
+    with pytest.raises(LinkLost):  # more than the system buffers for a closed peer
         list(map(link.send, [big] * 100))
-    link, there = connect(guests.address, KEY, {"name": "me"}), guests.links[1]
+    link, there = connect(peers.address, KEY, {"name": "me"}), peers.links[1]
     link.close()
     with pytest.raises(LinkLost, match="the other side has closed it"):
-        there.fill(memoryview(bytearray(1)))
+        there.receive_into(memoryview(bytearray(1)))
 
 
 def send_slowly(link: Link, pieces: list[bytes]) -> None:
     for piece in pieces:
-        link.put(piece)
+        link.send_raw(piece)
         time.sleep(0.02)
 
 
-def test_a_peer_that_accepts_nothing_is_lost() -> None:
+def test_sending_to_blocked_peer_raises_link_lost() -> None:
     ours, theirs = socket.socketpair()
     link = Link(ours)
     link.limit_sending(1)
@@ -231,8 +232,8 @@ def test_a_peer_that_accepts_nothing_is_lost() -> None:
         link.send({"do": "ping"})
 
 
-def test_a_closed_connection_keeps_its_descriptor_while_it_is_used() -> None:
-    """A thread that is about to read from it must not read from another file."""
+def test_closed_link_keeps_its_descriptor_while_in_use() -> None:
+    """A thread that is about to read from the link must not read from another file."""
     ours, theirs = socket.socketpair()
     link, number = Link(ours), ours.fileno()
     link.close()
@@ -245,7 +246,7 @@ def test_a_closed_connection_keeps_its_descriptor_while_it_is_used() -> None:
             os.fstat(number)
 
 
-def test_a_stage_waits_for_the_next_one_as_long_as_it_is_told(stage: StageShare) -> None:
+def test_silent_next_stage_is_reported_after_patience_s(stage: StageShare) -> None:
     head = connect(stage.address, KEY, {"role": "head"})
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = {"index": 0, "restarts": 0, "next": silent.getsockname(), "epoch": 1}
@@ -254,15 +255,15 @@ def test_a_stage_waits_for_the_next_one_as_long_as_it_is_told(stage: StageShare)
     head.close()
 
 
-def test_who_does_not_is_told_why(guests: Guests) -> None:
+def test_rejected_peer_gets_the_reason(peers: Peers) -> None:
     with pytest.raises(Refused, match="it does not know the cluster's key"):
-        connect(guests.address, b"x" * 32, {"name": "me"})
-    with pytest.raises(Refused, match="we want nobody here"):
-        connect(guests.address, KEY, {"name": "nobody"})
-    assert guests.met == []
+        connect(peers.address, b"x" * 32, {"name": "me"})
+    with pytest.raises(Refused, match="not wanted here"):
+        connect(peers.address, KEY, {"name": "unwanted"})
+    assert peers.met == []
     with pytest.raises(LinkLost, match=r"no connection to 127\.0\.0\.1:1"):
         connect(("127.0.0.1", 1), KEY, {})
-    connect(guests.address, KEY, {"name": "me"}).close()
+    connect(peers.address, KEY, {"name": "me"}).close()
 
 
 @pytest.mark.parametrize(
@@ -270,14 +271,14 @@ def test_who_does_not_is_told_why(guests: Guests) -> None:
     [
         (
             b"verbatim-cluster-1\n" + bytes(32),
-            "verbatim-cluster-1, and this side verbatim-cluster-3",
+            "verbatim-cluster-1, but this side verbatim-cluster-3",
         ),
         (links._GREETING + bytes(64), "does not know the cluster's key"),
         (b"HTTP/1.1 400 Bad Request\r\n", "does not speak verbatim-cluster-3"),
     ],
     ids=["older", "impostor", "http"],
 )
-def test_another_program_behind_the_address_is_found_out(answer: bytes, reason: str) -> None:
+def test_wrong_program_at_address_is_rejected(answer: bytes, reason: str) -> None:
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -294,41 +295,41 @@ def test_another_program_behind_the_address_is_found_out(answer: bytes, reason: 
     serving.result()
 
 
-def test_strangers_of_all_kinds_leave_a_door_open_for_friends(
-    guests: Guests, monkeypatch: pytest.MonkeyPatch
+def test_clients_without_key_do_not_block_listener(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "_SHAKE_S", 0.3)
-    strangers = [socket.create_connection(guests.address) for _ in range(20)]
-    for i, stranger in enumerate(strangers[:15]):
-        said = [b"GET / HTTP/1.1\r\n\r\n" * 10, b"\0" * 5000, links._GREETING + bytes(64)][i % 3]
-        stranger.sendall(said)
+    monkeypatch.setattr(links, "_HANDSHAKE_TIMEOUT_S", 0.3)
+    unknown = [socket.create_connection(peers.address) for _ in range(20)]
+    for i, client in enumerate(unknown[:15]):
+        data = [b"GET / HTTP/1.1\r\n\r\n" * 10, b"\0" * 5000, links._GREETING + bytes(64)][i % 3]
+        client.sendall(data)
     link = None
     while link is None:  # on a busy machine, shaking hands may take longer
         with contextlib.suppress(LinkLost):
-            link = connect(guests.address, KEY, {"name": "me"})
-    # One that was let in and then speaks garbage.
+            link = connect(peers.address, KEY, {"name": "me"})
+    # An accepted peer that then sends garbage.
     link._connection.sendall(PREFIX.pack(MAGIC, 7, 0) + b"garbage")
     with pytest.raises(Garbage):
-        guests.links[-1].receive()
-    for stranger in strangers:
-        stranger.settimeout(PATIENCE_S)
+        peers.links[-1].receive()
+    for client in unknown:
+        client.settimeout(PATIENCE_S)
         with contextlib.suppress(ConnectionError):
-            while stranger.recv(4096):
+            while client.recv(4096):
                 pass
-        stranger.close()
+        client.close()
     link.close()
 
 
-# A stage that hears what it should not.
+# Stages that receive unexpected messages.
 
 
 @pytest.fixture
 def stage() -> Iterator[StageShare]:
-    made = StageShare()
-    made.listen(KEY, "127.0.0.1")
-    yield made
-    made.hang_up()
-    made.join(PATIENCE_S)
+    share = StageShare()
+    share.listen(KEY, "127.0.0.1")
+    yield share
+    share.hang_up()
+    share.join(PATIENCE_S)
 
 
 def ask(link: Link, **message: Any) -> Any:
@@ -336,32 +337,32 @@ def ask(link: Link, **message: Any) -> Any:
     return link.receive()
 
 
-def test_a_stage_refuses_what_it_does_not_expect(stage: StageShare) -> None:
-    with pytest.raises(Refused, match="role 'king' is not known"):
+def test_stage_rejects_unexpected_messages(stage: StageShare) -> None:
+    with pytest.raises(Refused, match="unknown role 'king'"):
         connect(stage.address, KEY, {"role": "king"})
     head = connect(stage.address, KEY, {"role": "head"})
     with pytest.raises(Refused, match="serves another head"):
         connect(stage.address, KEY, {"role": "head"})
     for bad in ("dance", ["work"], "run", "epoch", "_work"):
         kind, text = ask(head, do=bad)["error"]
-        assert (kind, text) == ("VerbatimError", f"{str(bad)!r} is nothing that a stage can do")
-    assert "is nothing that a stage can do" in ask(head)["error"][1]
+        assert (kind, text) == ("VerbatimError", f"unknown call {str(bad)!r}")
+    assert "unknown call" in ask(head)["error"][1]
     assert ask(head, do="facts")["result"]["torch"]
-    asked = ask(head, do="record", name="routing", block_table=[1], num_tokens=1)
-    assert asked["result"] is None
+    reply = ask(head, do="record", name="routing", block_table=[1], num_tokens=1)
+    assert reply["result"] is None
     assert ask(head, do="open")["error"][0] == "KeyError"
     sizes = dict(num_blocks=3, num_states=0, first_of={})
-    asked = ask(head, do="allocate", **sizes)
-    assert asked["error"][1] == "this stage holds no layers yet, or sleeps"
+    reply = ask(head, do="allocate", **sizes)
+    assert reply["error"][1] == "this stage holds no layers yet, or sleeps"
     place = {"do": "link", "index": 0, "restarts": 0, "patience_s": 9.0, "timeout_s": 9.0}
-    nobody = ask(head, **place, next=("127.0.0.1", 1), epoch=3)
-    assert "no connection" in nobody["result"]["unreachable"]
+    unreachable = ask(head, **place, next=("127.0.0.1", 1), epoch=3)
+    assert "no connection" in unreachable["result"]["unreachable"]
     assert ask(head, **place, next=None, epoch="x")["error"][0] == "TypeError"
     assert ask(head, **place, next=None, epoch=4)["result"] == {}
     assert "epoch 4 is over" in ask(head, **place, next=None, epoch=4)["error"][1]
     with pytest.raises(Refused, match="epoch 3 is over: this stage is in 4"):
         connect(stage.address, KEY, {"role": "stage", "epoch": 3})
-    newer = connect(stage.address, KEY, {"role": "stage", "epoch": 6})  # before its own order
+    newer = connect(stage.address, KEY, {"role": "stage", "epoch": 6})  # before its own "link" call
     with pytest.raises(Refused, match="epoch 5 is over: this stage is in 6"):
         connect(stage.address, KEY, {"role": "stage", "epoch": 5})
     newer.close()
@@ -369,7 +370,7 @@ def test_a_stage_refuses_what_it_does_not_expect(stage: StageShare) -> None:
     work = {"do": "work", "epoch": 3, "step": 1, "part": 0, "batch": batch}
     head.send(work)
     answer = head.receive()
-    assert answer["step"] == 1 and "is of the past" in answer["error"][1]
+    assert answer["step"] == 1 and "is over" in answer["error"][1]
     head.send({**work, "epoch": 4, "batch": {}})
     assert head.receive()["error"][0] == "TypeError"
     head.send({**work, "epoch": 4})
@@ -377,14 +378,14 @@ def test_a_stage_refuses_what_it_does_not_expect(stage: StageShare) -> None:
     head.send({"do": "work"})
     assert head.receive()["error"][0] == "TypeError"
     stale = ask(head, do="draw", epoch=2, step=0, parts=1, plan={})
-    assert "is of the past" in stale["error"][1]
+    assert "is over" in stale["error"][1]
     head.send({"do": "ping"})
     assert head.receive().keys() == {"busy_s"}
     assert ask(head, do="status")["result"]["layers"] is None
     head.close()
 
 
-def test_a_spare_that_does_not_come_is_replaced_by_the_next(
+def test_failed_spare_is_replaced_by_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spares = [RankHost(number, ("127.0.0.1", 1)) for number in range(4)]
@@ -400,26 +401,26 @@ def test_a_spare_that_does_not_come_is_replaced_by_the_next(
         hosts.start(1, set())
 
 
-def test_a_stage_that_stops_before_its_welcome_is_not_waited_for() -> None:
+def test_launch_gives_up_on_stage_that_stops_in_handshake() -> None:
     stopped, left = threading.Event(), threading.Event()
 
     def stop(who: Any, link: Link) -> Callable[[], object]:
         stopped.wait(PATIENCE_S)
         return left.set
 
-    door = Listener(KEY, "127.0.0.1", stop)
-    host = SimpleNamespace(address=("127.0.0.1", door.port), machine="one", kill=lambda: None)
+    listener = Listener(KEY, "127.0.0.1", stop)
+    host = SimpleNamespace(address=("127.0.0.1", listener.port), machine="one", kill=lambda: None)
     hosts: Any = SimpleNamespace(key=KEY, start=lambda count, avoid: [host])
     try:
         with pytest.raises(StageFailed):
             StageGroup(hosts, patience_s=0.3, step_timeout_s=60.0).launch(1)
     finally:
         stopped.set()
-        door.close()
+        listener.close()
         assert left.wait(PATIENCE_S)
 
 
-def test_a_stage_whose_head_is_gone_ends() -> None:
+def test_stage_ends_when_head_disconnects() -> None:
     ended = threading.Event()
     stage = StageShare()
     stage.listen(KEY, "127.0.0.1", ended.set)

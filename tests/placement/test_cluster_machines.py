@@ -1,4 +1,4 @@
-"""A cluster over several machines: namespaces with a network between them, and Ray on each."""
+"""A cluster over several machines, simulated by network namespaces that each run Ray."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PORT = 6379
 PROMPTS = [[5, 6, 7, 8, 9, 10] * 5, [11, 12, 13], [4] * 40]
 PARAMS = {"max_tokens": 16, "seed": 3, "ignore_eos": True, "logprobs": 2}
 
-# Runs on the head; told what to do line by line, and answers in lines of JSON.
+# Runs on the head: reads one command per line, and answers with lines of JSON.
 DRIVER = """
 import json, sys
 from verbatim import LLM, Cluster, SamplingParams
@@ -61,7 +61,7 @@ with LLM(model, placement=Cluster(stages=3, address=address, patience_s=10.0)) a
 
 
 class Driver:
-    """A program on the head that holds the model."""
+    """The process on the head that opens the LLM."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -88,7 +88,7 @@ class Driver:
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    """Three machines, of which the first is the head; the others have its token and have joined."""
+    """Three machines: the head, and two others that have joined with its token."""
     with Network(3, tmp_path_factory.mktemp("machines")) as network:
         head, *others = network.machines
         for machine in network.machines:
@@ -112,13 +112,13 @@ def wanted(folders: Any) -> list[Any]:
         )
 
 
-def test_whoever_has_another_token_is_kept_out(network: Network, tmp_path: Path) -> None:
+def test_machine_with_wrong_token_is_rejected(network: Network, tmp_path: Path) -> None:
     head, stranger = network.machines[0], network.machines[2]
     (tmp_path / "token").write_text("0" * 64)
-    own = stranger.environment
-    stranger.environment = own | {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
+    environment = stranger.environment
+    stranger.environment = environment | {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
     try:
-        first, second = (  # at once: each waits for an answer that doesn't come
+        first, second = (  # concurrently: each waits for an answer that never comes
             stranger.started([*VERBATIM, "cluster", *command], stderr=subprocess.PIPE)
             for command in (
                 ["join", f"{head.address}:{PORT}"],
@@ -126,15 +126,15 @@ def test_whoever_has_another_token_is_kept_out(network: Network, tmp_path: Path)
             )
         )
         with first as joins, second as looks:
-            said = [process.communicate()[1] for process in (joins, looks)]
+            errors = [process.communicate()[1] for process in (joins, looks)]
     finally:
-        stranger.environment = own
+        stranger.environment = environment
     assert (joins.returncode, looks.returncode) == (1, 1)
-    assert "differs from the cluster's" in said[0]
-    assert "takes the token of this machine" in said[1]
+    assert "differs from the cluster's" in errors[0]
+    assert "accepts the token of this machine" in errors[1]
 
 
-def test_an_answer_goes_on_when_a_machine_is_cut_off(
+def test_stream_continues_when_a_machine_loses_its_network(
     network: Network, wanted: list[Any], folders: Any
 ) -> None:
     head, pipes = network.machines[0], dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -150,16 +150,16 @@ def test_an_answer_goes_on_when_a_machine_is_cut_off(
             assert driver.ask("generate")["facts"] == wanted
         network.switch.delay_s = 0.005
 
-        told = network.machines[1].run([*VERBATIM, "cluster", "status", "--json"])
-        look = json.loads(told.stdout)
-        (stages,) = look["clusters"].values()
+        completed = network.machines[1].run([*VERBATIM, "cluster", "status", "--json"])
+        status = json.loads(completed.stdout)
+        (stages,) = status["clusters"].values()
         assert [stage["layers"] for stage in stages[:3]] == [stage["layers"] for stage in before]
         assert [stage["pid"] for stage in stages[:3]] == [stage["pid"] for stage in before]
         assert all(stage["hop_s"] is not None for stage in stages[:2])
-        assert len(look["machines"]) == 3
+        assert len(status["machines"]) == 3
 
-        begun = driver.ask("stream")["ids"]
-        assert begun == wanted[0][0][:5]
+        first_ids = driver.ask("stream")["ids"]
+        assert first_ids == wanted[0][0][:5]
         lost = next(stage for stage in before if stage["machine"] != head.address)
         network.switch.cut = {[m.address for m in network.machines].index(lost["machine"])}
         end = driver.ask("go on")
@@ -170,5 +170,5 @@ def test_an_answer_goes_on_when_a_machine_is_cut_off(
             same = (old["machine"], old["pid"]) == (new["machine"], new["pid"])
             assert same == (old != lost)
             assert new["machine"] != lost["machine"]
-        assert driver.ask("generate")["facts"] == wanted  # on what is left
+        assert driver.ask("generate")["facts"] == wanted  # on the remaining machines
         assert driver.close() == 0

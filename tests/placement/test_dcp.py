@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint: read whole, read without trust, or refused by name."""
+"""Checkpoints of torch.distributed.checkpoint (DCP): reading them safely, and rejecting bad ones."""
 
 from __future__ import annotations
 
@@ -41,15 +41,14 @@ from verbatim import (
     TensorParallel,
     TierFailed,
 )
+from verbatim.api.opening import plan_offload
 from verbatim.cli.commands import app
 from verbatim.draft import Mtp
 from verbatim.errors import ModelChanged
 from verbatim.model.dcp.checkpoint import DcpCheckpoint, find_dcp
-from verbatim.model.dcp.folder import DcpFolder
 from verbatim.model.kempner.config import ModelConfig
 from verbatim.model.kempner.layout import transformers_config
 from verbatim.model.loader import ModelSource
-from verbatim.opening import plan_offload
 from verbatim.placement.options import engine_options
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -67,7 +66,7 @@ def save(folder: Path, state: dict[str, Any], **options: Any) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """As KempnerForge saves after step 5, with an optimizer and `train_state.pt`."""
+    """A checkpoint as KempnerForge saves it after step 5, with optimizer state and `train_state.pt`."""
     state = kempner_reference.make().state_dict()
     moments = {name: {"exp_avg": tensor * 0, "step": 5} for name, tensor in state.items()}
     path = tmp_path / "run" / "step_5"
@@ -90,7 +89,7 @@ def rewrite(folder: Path, change: Change) -> None:
 
 
 def relocated(key: str, **fields: Any) -> Change:
-    """Another place for the first chunk of a tensor."""
+    """Return a change of where the first chunk of a tensor is stored."""
 
     def change(metadata: stored.Metadata) -> None:
         index = next(i for i in metadata.storage_data if i.fqn == key)
@@ -100,7 +99,7 @@ def relocated(key: str, **fields: Any) -> Change:
 
 
 def refusal(folder: Path, toml: Path, change: Change) -> str:
-    """Return the error of a folder whose metadata is changed, and put it back."""
+    """Change the metadata, return the error of opening the folder, and restore it."""
     whole = (folder / ".metadata").read_bytes()
     rewrite(folder, change)
     with pytest.raises(ModelError) as refused:
@@ -115,13 +114,13 @@ def words(llm: LLM) -> tuple[list[int], list[float]]:
 
 
 def expected(**fields: Any) -> tuple[list[int], list[float]]:
-    """Greedy, from the plain reference."""
-    model, ids, found = kempner_reference.make(**fields), list(IDS), []
+    """Return greedy tokens and their log-probs from the reference model."""
+    model, ids, best_logprobs = kempner_reference.make(**fields), list(IDS), []
     for _ in range(6):
         logprobs = model(torch.tensor([ids])).detach()[0, -1].log_softmax(-1)
         ids.append(int(logprobs.argmax()))
-        found.append(float(logprobs.max()))
-    return ids[len(IDS) :], found
+        best_logprobs.append(float(logprobs.max()))
+    return ids[len(IDS) :], best_logprobs
 
 
 def check_words(llm: LLM, **fields: Any) -> None:
@@ -131,7 +130,7 @@ def check_words(llm: LLM, **fields: Any) -> None:
 
 
 def check_placements(folder: Path, config: Any, right: Any, **options: Any) -> None:
-    """Left in its files, or cut over stages, it says the same."""
+    """Check that the offloaded and the staged model give the same tokens and log-probs."""
     for placement in (Offload(weights=(0, 0, 100)), Offload(weights=(100, 0, 0)), staged()):
         with LLM(folder, config=config, placement=placement, **options) as llm:
             assert words(llm) == right, placement
@@ -140,12 +139,12 @@ def check_placements(folder: Path, config: Any, right: Any, **options: Any) -> N
 NAME = "model.layers.0.attention.q_proj.weight"
 
 
-# What is read.
+# Reading.
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Saved by two processes, each tensor sharded over both by rows or columns, or replicated."""
+    """A checkpoint of two processes: tensors are sharded by rows or columns, or replicated."""
     place = tmp_path_factory.mktemp("ranks")
     fields = json.dumps({"vocab_size": 51, "num_experts": 3, "moe_frequency": 2})
     run_ranks(2, place, "save_dcp_rank", place / "step_1", fields)
@@ -153,7 +152,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(place)
 
 
-def test_two_ranks_shards_are_put_together(two_ranks: Path, tmp_path: Path) -> None:
+def test_shards_of_two_ranks_are_assembled(two_ranks: Path, tmp_path: Path) -> None:
     fields = dict(vocab_size=51, num_experts=3, moe_frequency=2)
     state, checkpoint = kempner_reference.make(**fields).state_dict(), DcpCheckpoint(two_ranks)
     for name, tensor in state.items():
@@ -168,7 +167,7 @@ def test_two_ranks_shards_are_put_together(two_ranks: Path, tmp_path: Path) -> N
     check_placements(two_ranks, toml, right)
 
 
-def test_the_stages_of_a_pipeline_are_one_model(tmp_path: Path, toml: Path) -> None:
+def test_pipeline_stage_folders_are_merged(tmp_path: Path, toml: Path) -> None:
     state = kempner_reference.make().state_dict()
     last = ("layers.1", "norm", "output_head")
     for stage in (0, 1):
@@ -182,14 +181,14 @@ def test_the_stages_of_a_pipeline_are_one_model(tmp_path: Path, toml: Path) -> N
     with pytest.raises(ModelError, match="both pp1 and pp2 hold model"):
         LLM(tmp_path / "step_1", config=toml)
     shutil.rmtree(tmp_path / "step_1/pp1")
-    with pytest.raises(ModelError, match="has a stage pp2 and no pp1"):
+    with pytest.raises(ModelError, match="has a stage pp2 but no pp1"):
         LLM(tmp_path / "step_1", config=toml)
     (tmp_path / "step_1/pp1").mkdir()
     with pytest.raises(ModelError, match=r"pp1 holds no \.metadata"):
         LLM(tmp_path / "step_1", config=toml)
 
 
-def test_latest_leads_to_the_checkpoint(folder: Path, toml: Path) -> None:
+def test_latest_link_is_followed(folder: Path, toml: Path) -> None:
     (folder.parent / "latest").symlink_to("step_5")
     for path in (folder.parent, folder.parent / "latest", str(folder)):
         with LLM(path, config=toml) as llm:
@@ -197,14 +196,14 @@ def test_latest_leads_to_the_checkpoint(folder: Path, toml: Path) -> None:
     (folder.parent / "latest").unlink()
     (folder.parent / "latest").symlink_to("step_6")
     for path in (folder.parent, folder.parent / "latest"):
-        with pytest.raises(ModelError, match="latest leads to 'step_6', and that is not there"):
+        with pytest.raises(ModelError, match="latest links to 'step_6', which does not exist"):
             LLM(path, config=toml)
     (folder.parent / "step_6").mkdir()
     with pytest.raises(ModelError, match=r"step_6, which holds no \.metadata"):
         LLM(folder.parent, config=toml)
 
 
-def test_nothing_is_read_but_the_models_tensors(folder: Path, toml: Path, tmp_path: Path) -> None:
+def test_only_model_tensors_are_read(folder: Path, toml: Path, tmp_path: Path) -> None:
     state = {
         "model": kempner_reference.make().state_dict(),
         "optimizer": {"m": torch.ones(9), "lr": 0.1},
@@ -218,7 +217,7 @@ def test_nothing_is_read_but_the_models_tensors(folder: Path, toml: Path, tmp_pa
         check_words(llm)
 
 
-def test_sleeping_weights_are_read_again_bit_for_bit(
+def test_wake_rereads_same_bits_and_detects_changed_files(
     folder: Path, toml: Path, tmp_path: Path
 ) -> None:
     with LLM(folder, config=toml) as llm:
@@ -233,7 +232,7 @@ def test_sleeping_weights_are_read_again_bit_for_bit(
             llm.wake()
 
 
-def test_the_tokenizer_and_its_end_come_from_the_toml(folder: Path, tmp_path: Path) -> None:
+def test_tokenizer_and_eos_come_from_toml(folder: Path, tmp_path: Path) -> None:
     tokenizer = toy_tokenizers.byte_level().hf
     tokenizer.save_pretrained(tmp_path / "tok")
     size = len(tokenizer)
@@ -252,7 +251,9 @@ def test_the_tokenizer_and_its_end_come_from_the_toml(folder: Path, tmp_path: Pa
             llm.generate("the quick")
 
 
-def test_generate_takes_a_checkpoint_and_its_toml(folder: Path, toml: Path, tmp_path: Path) -> None:
+def test_generate_command_accepts_checkpoint_and_toml(
+    folder: Path, toml: Path, tmp_path: Path
+) -> None:
     def run(*options: str) -> Any:
         ids = ["--ids", " ".join(map(str, IDS)), "--max-tokens", "6", "--temperature", "0"]
         return CliRunner().invoke(app, ["generate", "--model", str(folder), *ids, *options])
@@ -265,7 +266,7 @@ def test_generate_takes_a_checkpoint_and_its_toml(folder: Path, toml: Path, tmp_
         ([], "holds no config"),
         (["--config", str(tmp_path / "bad.toml")], "is not TOML"),
         (["--config", str(tmp_path / "none.toml")], "can't read"),
-        (["--config", "a/b/c"], "no hub id"),
+        (["--config", "a/b/c"], "not a hub id"),
     ):
         done = run(*options)
         assert (done.exit_code, done.stdout) == (1, "")
@@ -278,7 +279,7 @@ def test_generate_takes_a_checkpoint_and_its_toml(folder: Path, toml: Path, tmp_
 @pytest.mark.parametrize("wrap", ["", "model.", "app.model."])
 @pytest.mark.parametrize("inside", ["", "_orig_mod.", "module._orig_mod."])
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_names_are_found_under_the_usual_wrappers(
+def test_tensor_names_are_found_under_common_wrappers(
     tmp_path: Path, wrap: str, inside: str, name: str
 ) -> None:
     module = toys.make_toy(name)
@@ -288,7 +289,7 @@ def test_names_are_found_under_the_usual_wrappers(
         assert words(llm) == words(live)
 
 
-def test_a_config_is_an_object_a_folder_or_a_file(tmp_path: Path) -> None:
+def test_config_may_be_a_folder_or_a_file(tmp_path: Path) -> None:
     module = toys.make_toy("qwen3", dtype=torch.bfloat16)
     module.generation_config.eos_token_id = [5, 6]
     module.save_pretrained(tmp_path / "hf")
@@ -302,7 +303,7 @@ def test_a_config_is_an_object_a_folder_or_a_file(tmp_path: Path) -> None:
             assert words(llm) == right  # the same bits as from the folder
 
 
-def test_a_tied_head_may_be_left_out_and_must_be_equal(tmp_path: Path) -> None:
+def test_tied_lm_head_may_be_missing_but_must_be_equal(tmp_path: Path) -> None:
     module = toys.make_toy("llama", tie_word_embeddings=True)
     state = module.state_dict()
     with LLM(module) as live:
@@ -314,11 +315,11 @@ def test_a_tied_head_may_be_left_out_and_must_be_equal(tmp_path: Path) -> None:
     state["lm_head.weight"] = state["lm_head.weight"] + 1
     folder = save(tmp_path / "unequal", {"model": state})
     for placement in (None, Offload(weights=(0, 0, 100))):
-        with pytest.raises(ModelError, match=r"lm_head\.weight is shared .* not equal"):
+        with pytest.raises(ModelError, match=r"lm_head\.weight is shared .* differ"):
             LLM(folder, config=module.config, placement=placement)
     folder = save(tmp_path / "step", {"model": kempner_reference.make().state_dict()})
     toml = kempner_reference.write_toml(tmp_path / "x.toml", tie_embeddings=True)
-    with pytest.raises(ModelError, match=r"output_head\.proj\.weight is shared .* not equal"):
+    with pytest.raises(ModelError, match=r"output_head\.proj\.weight is shared .* differ"):
         LLM(folder, config=toml)
 
 
@@ -339,7 +340,7 @@ FAST = {("ernie", "bfloat16"), ("packed", "auto")}
     ("kind", "dtype"),
     slow_but(FAST, itertools.product(KINDS, ("auto", "bfloat16"))),
 )
-def test_the_same_words_wherever_it_lies(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_every_placement_gives_same_tokens(kind: str, dtype: str, tmp_path: Path) -> None:
     fields = KINDS[kind]
     folder = save(tmp_path / "step", {"model": kempner_reference.make(**fields).state_dict()})
     toml = kempner_reference.write_toml(tmp_path / "x.toml", **fields)
@@ -349,7 +350,9 @@ def test_the_same_words_wherever_it_lies(kind: str, dtype: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_ranks_read_their_share_of_it(two_ranks: Path, tmp_path: Path) -> None:
+def test_pipeline_and_tensor_parallel_ranks_give_same_tokens(
+    two_ranks: Path, tmp_path: Path
+) -> None:
     fields = dict(vocab_size=51, num_experts=3, moe_frequency=2)
     toml = kempner_reference.write_toml(tmp_path / "x.toml", **fields)
     with LLM(two_ranks, config=toml) as llm:
@@ -359,8 +362,8 @@ def test_ranks_read_their_share_of_it(two_ranks: Path, tmp_path: Path) -> None:
             assert words(llm) == right
 
 
-def test_a_transformers_config_goes_to_the_stages(tmp_path: Path) -> None:
-    """And a shared tensor that is stored twice; and one whose numbers lie in another order."""
+def test_transformers_config_is_passed_to_stages(tmp_path: Path) -> None:
+    """The checkpoint also stores a tied tensor twice, and one tensor with transposed strides."""
     module = toys.make_toy("llama", tie_word_embeddings=True)
     state = module.state_dict()
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -373,7 +376,9 @@ def test_a_transformers_config_goes_to_the_stages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_offloaded_in_few_bits(tmp_path: Path, quantization: str) -> None:
+def test_offloaded_quantized_checkpoint_gives_same_tokens(
+    tmp_path: Path, quantization: str
+) -> None:
     module = toys.make_toy("llama", hidden_size=64, intermediate_size=128)
     folder = save(tmp_path / "step", {"model": module.state_dict()})
     found = []
@@ -388,8 +393,8 @@ def test_offloaded_in_few_bits(tmp_path: Path, quantization: str) -> None:
     assert found[0] == found[1]
 
 
-def test_a_layer_that_drafts_for_a_kempner_checkpoint_lies_beside_it(tmp_path: Path) -> None:
-    """KempnerForge trains none so far; one that somebody made for its model drafts wherever that lies."""
+def test_mtp_layers_in_another_folder_draft_for_kempner_checkpoint(tmp_path: Path) -> None:
+    """KempnerForge trains no MTP layers so far; separately saved ones draft in memory and in stages."""
     fields = dict(kempner_reference.FIELDS)
     folder = save(tmp_path / "step", {"model": kempner_reference.make().state_dict()})
     toml = kempner_reference.write_toml(tmp_path / "x.toml")
@@ -414,9 +419,9 @@ def test_a_layer_that_drafts_for_a_kempner_checkpoint_lies_beside_it(tmp_path: P
             LLM(folder, config=toml, draft="mtp", placement=placement)
     other = kempner_reference.write_toml(tmp_path / "y.toml", vocab_size=49)
     smaller = save(tmp_path / "o", {"model": kempner_reference.make(vocab_size=49).state_dict()})
-    with pytest.raises(InvalidRequest, match="its vocab_size is 50, and the model's 49"):
+    with pytest.raises(InvalidRequest, match="its vocab_size is 50, but the model's is 49"):
         LLM(smaller, config=other, draft=Mtp(beside))
-    with pytest.raises(InvalidRequest, match=r"nowhere'.: must be a folder"):
+    with pytest.raises(InvalidRequest, match=r"nowhere'.: must be an existing folder"):
         Mtp(tmp_path / "nowhere")
     with pytest.raises(InvalidRequest, match="holds no config"):
         LLM(folder, config=toml, draft=Mtp(tmp_path))
@@ -424,7 +429,7 @@ def test_a_layer_that_drafts_for_a_kempner_checkpoint_lies_beside_it(tmp_path: P
         LLM(folder, config=toml, draft=Mtp(random_mtp(main, 1)), placement=staged())
 
 
-def test_files_that_change_are_named(folder: Path, toml: Path) -> None:
+def test_changed_file_is_named_in_error(folder: Path, toml: Path) -> None:
     data, away = folder / "__0_0.distcp", Offload(weights=(0, 0, 100))
     with LLM(folder, config=toml, placement=away) as llm:
         words(llm)
@@ -433,11 +438,11 @@ def test_files_that_change_are_named(folder: Path, toml: Path) -> None:
             words(llm)
 
 
-# What is refused.
+# Rejected checkpoints.
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool, torch.complex64])
-def test_integers_are_no_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_non_floating_point_weights_are_rejected(tmp_path: Path, dtype: torch.dtype) -> None:
     module = toys.make_toy("llama")
     state = {**module.state_dict(), "model.norm.weight": torch.ones(64).to(dtype)}
     with pytest.raises(
@@ -446,17 +451,17 @@ def test_integers_are_no_weights(tmp_path: Path, dtype: torch.dtype) -> None:
         LLM(save(tmp_path / "step", state), config=module.config)
 
 
-def test_a_config_far_larger_than_the_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_config_much_larger_than_checkpoint_is_rejected(tmp_path: Path) -> None:
     module = toys.make_toy("llama")
     folder = save(tmp_path / "step", module.state_dict())
     module.config.vocab_size = 10**9
     with pytest.raises(
-        ModelError, match=r"describes [\d,]+ weights, and the checkpoint has [\d,]+ bytes"
+        ModelError, match=r"describes [\d,]+ weights, but the checkpoint has [\d,]+ bytes"
     ):
         LLM(folder, config=module.config)
 
 
-def test_a_small_file_holds_no_large_tensor(tmp_path: Path) -> None:
+def test_large_stride_0_tensor_in_small_file_is_rejected(tmp_path: Path) -> None:
     module, name, rows = toys.make_toy("llama"), "model.embed_tokens.weight", 10**6
     tensor = module.state_dict()[name]
     folder = save(tmp_path / "step", module.state_dict())
@@ -471,20 +476,22 @@ def test_a_small_file_holds_no_large_tensor(tmp_path: Path) -> None:
 
     rewrite(folder, grow)
     module.config.vocab_size = rows
-    with pytest.raises(ModelError, match="weights, and the checkpoint has"):
+    with pytest.raises(ModelError, match="weights, but the checkpoint has"):
         LLM(folder, config=module.config)
 
 
-def test_config_is_needed_and_only_there(folder: Path, toml: Path, tmp_path: Path) -> None:
+def test_config_is_required_for_dcp_and_rejected_otherwise(
+    folder: Path, toml: Path, tmp_path: Path
+) -> None:
     with pytest.raises(InvalidRequest, match=r"holds no config: config= must be .*\.toml"):
         LLM(folder)
-    with pytest.raises(ModelError, match="no model can be built by the config"):
+    with pytest.raises(ModelError, match="no model can be built from the config"):
         LLM(folder, config=transformers.T5Config())
     for other in (5, {}, {"model_type": "llama"}, {"kempner": {}}):
         with pytest.raises(InvalidRequest, match=rf"config={re.escape(str(other))}: must be"):
             LLM(folder, config=other)
     for nothing in (tmp_path / "x.yaml", "", "a/b/c", "x\0"):
-        with pytest.raises(InvalidRequest, match="it is not there, and no hub id; it must be"):
+        with pytest.raises(InvalidRequest, match="does not exist and is not a hub id; must be"):
             LLM(folder, config=nothing)
     module = toys.make_toy("llama")
     module.save_pretrained(tmp_path / "hf")
@@ -498,7 +505,7 @@ def test_config_is_needed_and_only_there(folder: Path, toml: Path, tmp_path: Pat
         LLM(folder, config=module.config)
 
 
-def test_tensors_that_do_not_fit_the_config_are_named(folder: Path, tmp_path: Path) -> None:
+def test_tensors_not_matching_config_are_named_in_error(folder: Path, tmp_path: Path) -> None:
     def refusal(**fields: Any) -> str:
         with pytest.raises(ModelError) as refused:
             LLM(folder, config=kempner_reference.write_toml(tmp_path / "y.toml", **fields))
@@ -509,24 +516,24 @@ def test_tensors_that_do_not_fit_the_config_are_named(folder: Path, tmp_path: Pa
     assert unused in refusal(n_layers=1)
     toml = kempner_reference.write_toml(tmp_path / "y.toml", n_layers=1)
     LLM(folder, config=toml, unused_weights="ignore").close()
-    assert "[48, 32], and by the config it is [64, 32]" in refusal(ffn_hidden_dim=64)
+    assert "[48, 32], but [64, 32] by the config" in refusal(ffn_hidden_dim=64)
     assert "lacks 4 of 25 tensors" in refusal(qk_norm=True)
     with pytest.raises(ModelError, match="holds none of the model's tensors"):
         LLM(folder, config=toys.make_toy("gpt2").config)
 
 
 @pytest.mark.parametrize("size", [1, 8])
-def test_the_bias_of_a_router_has_the_size_of_its_config(tmp_path: Path, size: int) -> None:
+def test_router_bias_size_must_match_config(tmp_path: Path, size: int) -> None:
     fields: dict[str, Any] = dict(num_experts=4, moe_top_k=2, moe_router="sigmoid_topk")
     state = kempner_reference.make(**fields).state_dict()
     name = "layers.0.mlp.router.expert_bias"
     folder = save(tmp_path / "step", {"model": state | {name: torch.zeros(size)}})
     toml = kempner_reference.write_toml(tmp_path / "x.toml", **fields)
-    with pytest.raises(ModelError, match=rf"{name} is \[{size}\], and by the config it is \[4\]"):
+    with pytest.raises(ModelError, match=rf"{name} is \[{size}\], but \[4\] by the config"):
         LLM(folder, config=toml)
 
 
-def test_damaged_files_are_named(folder: Path, toml: Path) -> None:
+def test_damaged_files_are_named_in_error(folder: Path, toml: Path) -> None:
     data = folder / "__0_0.distcp"
     whole = data.read_bytes()
     data.write_bytes(whole[: len(whole) // 8])
@@ -535,7 +542,7 @@ def test_damaged_files_are_named(folder: Path, toml: Path) -> None:
     ):
         LLM(folder, config=toml)
     data.write_bytes(bytes(len(whole)))
-    with pytest.raises(ModelError, match=r"__0_0\.distcp: model\..* is no tensor"):
+    with pytest.raises(ModelError, match=r"__0_0\.distcp: model\..* is not a tensor"):
         LLM(folder, config=toml)
     data.unlink()
     with pytest.raises(ModelError, match=r"__0_0\.distcp is missing"):
@@ -553,14 +560,14 @@ def test_damaged_files_are_named(folder: Path, toml: Path) -> None:
             LLM(folder, config=toml)
 
 
-def test_the_other_format_of_dcp_is_refused(tmp_path: Path, toml: Path) -> None:
+def test_safetensors_format_of_dcp_is_rejected(tmp_path: Path, toml: Path) -> None:
     state = {"model": kempner_reference.make().state_dict()}
     folder = save(tmp_path / "s", state, serialization_format=SerializationFormat.SAFETENSORS)
-    with pytest.raises(ModelError, match="is no tensor as"):
+    with pytest.raises(ModelError, match="is not a tensor as"):
         LLM(folder, config=toml)
 
 
-def test_chunks_must_cover_a_tensor_once(folder: Path, toml: Path) -> None:
+def test_chunks_must_cover_tensor_exactly_once(folder: Path, toml: Path) -> None:
     def chunks(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Change:
         def change(metadata: stored.Metadata) -> None:
             place = next(p for i, p in metadata.storage_data.items() if i.fqn == NAME)
@@ -575,20 +582,23 @@ def test_chunks_must_cover_a_tensor_once(folder: Path, toml: Path) -> None:
         return change
 
     overlap, missing = f"chunks of {NAME} overlap", f"chunks of {NAME} are missing"
-    for boxes, said in (
+    for boxes, message in (
         ([((0, 0), (20, 32)), ((16, 0), (16, 32))], overlap),
         ([((0, 0), (32, 32)), ((0, 0), (32, 32))], overlap),
         ([((0, 0), (16, 32))], missing),
         ([((0, 0), (16, 32)), ((20, 0), (12, 32))], missing),
-        ([((0, 0), (16, 32)), ((8, 0), (8, 32)), ((24, 0), (8, 32))], "overlap or form no grid"),
+        (
+            [((0, 0), (16, 32)), ((8, 0), (8, 32)), ((24, 0), (8, 32))],
+            "overlap or do not form a grid",
+        ),
         ([], missing),
         ([((1, 0), (32, 32))], "a chunk of [32, 32] begins at [1, 0]"),
         ([((0,), (32,))], "a chunk of [32] begins at [0]"),
     ):
-        assert said in refusal(folder, toml, chunks(*boxes))
+        assert message in refusal(folder, toml, chunks(*boxes))
 
 
-def test_empty_shards_are_let_be(folder: Path, toml: Path) -> None:
+def test_empty_shards_are_ignored(folder: Path, toml: Path) -> None:
     def add_empty(metadata: stored.Metadata) -> None:
         empty = stored.ChunkStorageMetadata(torch.Size((32, 0)), torch.Size((0, 32)))
         metadata.state_dict_metadata[NAME].chunks += [empty, empty]
@@ -598,7 +608,7 @@ def test_empty_shards_are_let_be(folder: Path, toml: Path) -> None:
         check_words(llm)
 
 
-def test_places_outside_the_folder_are_refused(folder: Path, toml: Path, tmp_path: Path) -> None:
+def test_paths_outside_folder_are_rejected(folder: Path, toml: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "__0_0.distcp", tmp_path / "outside.distcp")
     absolute = str(tmp_path / "outside.distcp")
     beside = "../../outside.distcp", "../step_5/__0_0.distcp", "sub/../__0_0.distcp"
@@ -608,7 +618,7 @@ def test_places_outside_the_folder_are_refused(folder: Path, toml: Path, tmp_pat
         refusal(folder, toml, relocated(NAME, relative_path=path))
 
 
-def test_files_may_be_links_as_in_the_hubs_cache(folder: Path, toml: Path, tmp_path: Path) -> None:
+def test_files_may_be_symlinks_as_in_hub_cache(folder: Path, toml: Path, tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     snapshot = tmp_path / "snapshots/abc"
     snapshot.mkdir(parents=True)
@@ -625,14 +635,14 @@ def test_files_may_be_links_as_in_the_hubs_cache(folder: Path, toml: Path, tmp_p
         (snapshot / "__0_0.distcp").unlink()
 
 
-def test_places_that_make_no_sense_are_refused(folder: Path, toml: Path) -> None:
+def test_invalid_storage_entries_are_rejected(folder: Path, toml: Path) -> None:
     for fields, named in (
         (dict(length=2**30), "chunk of [32, 32]: at most"),
         (dict(offset=-1), "-1"),
-        (dict(offset=2**2000), "lies at"),
+        (dict(offset=2**2000), "has the invalid location"),
         (dict(length=2**63), str(2**63)),
         (dict(offset=10**12), "is cut short"),
-        (dict(relative_path=5), "lies at 5"),
+        (dict(relative_path=5), "has the invalid location 5"),
         (dict(transform_descriptors=["zstd"]), "zstd"),
     ):
         assert named in refusal(folder, toml, relocated(NAME, **fields))
@@ -640,11 +650,11 @@ def test_places_that_make_no_sense_are_refused(folder: Path, toml: Path) -> None
     for _ in range(300):  # as deep as pickle can write
         deep = [(deep[0],)]
     for name in ("relative_path", "transform_descriptors", "offset", "length"):
-        said = refusal(folder, toml, relocated(NAME, **{name: deep[0]}))
-        assert "(((" in said and len(said) < 500
+        message = refusal(folder, toml, relocated(NAME, **{name: deep[0]}))
+        assert "(((" in message and len(message) < 500
 
 
-def test_metadata_that_is_not_what_it_should_be_is_refused(folder: Path, toml: Path) -> None:
+def test_malformed_metadata_is_rejected(folder: Path, toml: Path) -> None:
     def set_(name: str, value: Any) -> Change:
         return lambda metadata: setattr(metadata.state_dict_metadata[NAME], name, value)
 
@@ -670,20 +680,20 @@ def test_metadata_that_is_not_what_it_should_be_is_refused(folder: Path, toml: P
         lambda metadata: metadata.state_dict_metadata,
     ]
     for change in changes:
-        said = refusal(folder, toml, change)
-        assert ".metadata" in said or "lacks" in said
-    assert "has no place for its chunk" in refusal(folder, toml, unhashable)
+        message = refusal(folder, toml, change)
+        assert ".metadata" in message or "lacks" in message
+    assert "has no storage entry for its chunk" in refusal(folder, toml, unhashable)
 
 
 _PEAK = """
 import resource, sys
 from pathlib import Path
 from verbatim.errors import ModelError
-from verbatim.model.dcp.folder import DcpFolder
+from verbatim.model.dcp.checkpoint import DcpCheckpoint
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for path in map(Path, sys.argv[1:]):
     try:
-        DcpFolder(path)
+        DcpCheckpoint(path)
     except ModelError as error:
         print(error)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
@@ -693,19 +703,19 @@ _CLASS = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
 
 
 @pytest.mark.slow
-def test_a_small_metadata_neither_crashes_nor_eats_memory(tmp_path: Path) -> None:
+def test_hostile_metadata_neither_crashes_nor_exhausts_memory(tmp_path: Path) -> None:
     def number(value: int, width: int) -> bytes:
         return value.to_bytes(width, "little")
 
     numbers = b"(" + b"K\x01" * 200_000
     files = [
-        b"})" + b"\x85" * 2_000_000 + b"Ns.",  # a key of that depth: hashed by recursion in C
+        b"})" + b"\x85" * 2_000_000 + b"Ns.",  # a deeply nested key, which C hashes recursively
         b"})" + b"\x85" * 2_000_000 + b".",
-        b"Nr" + number(100_000_000, 4) + b".",  # a place in the memo
+        b"Nr" + number(100_000_000, 4) + b".",  # an index of the memo
         b"\x96" + number(2**30, 8) + b".",  # a bytearray, all zeros
         b"\x8e" + number(2**62, 8) + b".",
         b"\x95" + number(2**40, 8) + b".",
-        b"]" + numbers + b"eq\x00" + (_SIZE + b"h\x00\x85R") * 2_000 + b".",  # a copy each
+        b"]" + numbers + b"eq\x00" + (_SIZE + b"h\x00\x85R") * 2_000 + b".",  # each makes a copy
         numbers + b"tq\x00" + (_CLASS + b"h\x00\x81") * 2_000 + b".",
         numbers + b"tq\x00" + (_SIZE + b"h\x00\x85R") * 2_000 + b".",
         b"I" + b"9" * 1_000_000 + b"\n.",
@@ -727,11 +737,11 @@ def test_a_small_metadata_neither_crashes_nor_eats_memory(tmp_path: Path) -> Non
     assert int(peak_kb) < 400_000
 
 
-# What must not run.
+# Code that must not run.
 
 
 class _Runs:
-    """Unpickled as a call."""
+    """An object that is unpickled as a call."""
 
     def __init__(self, call: Callable[..., Any], *args: Any) -> None:
         self.call = call, args
@@ -741,7 +751,7 @@ class _Runs:
 
 
 class _Wakes(stored.TensorProperties):
-    """A subclass of an innocent class, whose state is set by code of its own."""
+    """A subclass of a harmless class that runs its own code when its state is set."""
 
     def __setstate__(self, state: Any) -> None:
         Path(state["marker"]).touch()
@@ -772,17 +782,19 @@ def attacks(marker: Path) -> dict[str, Change]:
 
 
 @pytest.mark.parametrize("name", attacks(Path()))
-def test_metadata_runs_nothing(folder: Path, toml: Path, tmp_path: Path, name: str) -> None:
+def test_malicious_metadata_is_rejected_without_running_code(
+    folder: Path, toml: Path, tmp_path: Path, name: str
+) -> None:
     marker = tmp_path / "marker"
     rewrite(folder, attacks(marker)[name])
     with pytest.raises(
-        ModelError, match=r"\.metadata is refused: it asks for \w+.*nothing was run"
+        ModelError, match=r"\.metadata is refused: it refers to \w+.*nothing was executed"
     ):
         LLM(folder, config=toml)
     assert not marker.exists()
 
 
-def test_an_enum_may_be_named_by_getattr(folder: Path, toml: Path) -> None:
+def test_enum_pickled_with_getattr_is_accepted(folder: Path, toml: Path) -> None:
     with LLM(folder, config=toml) as llm:
         expected = words(llm)
     kind = stored.TensorProperties().__getstate__()[3].__class__  # as Python 3.11.2 does it
@@ -805,11 +817,13 @@ def test_an_enum_may_be_named_by_getattr(folder: Path, toml: Path) -> None:
         ("pathlib", "os"),
     ],
 )
-def test_only_the_very_classes_are_named(tmp_path: Path, module: str, name: str) -> None:
+def test_metadata_with_names_outside_allowlist_is_rejected(
+    tmp_path: Path, module: str, name: str
+) -> None:
     text = b"".join(b"\x8c" + bytes([len(s)]) + s.encode() for s in (module, name))
     (tmp_path / ".metadata").write_bytes(b"\x80\x04" + text + b"\x93.")
-    with pytest.raises(ModelError, match="which DCP has no need of"):
-        DcpFolder(tmp_path)
+    with pytest.raises(ModelError, match="which DCP does not need"):
+        DcpCheckpoint(tmp_path)
 
 
 @pytest.mark.parametrize("state", ["}\x8c\x01xK\x01s", "N}\x8c\x01xK\x01s\x86"])
@@ -817,17 +831,17 @@ def test_only_the_very_classes_are_named(tmp_path: Path, module: str, name: str)
     "name",
     ["torch.distributed.checkpoint.metadata\nMetadata", "torch\nSize", "torch\nfloat32"],
 )
-def test_no_class_can_be_written_to(tmp_path: Path, name: str, state: str) -> None:
-    # BUILD on what a name stands for itself, not on an instance: it would set attributes of a class.
+def test_metadata_cannot_set_class_attributes(tmp_path: Path, name: str, state: str) -> None:
+    # BUILD on a named object itself, rather than on an instance, would set attributes of a class.
     data = b"\x80\x04c" + name.encode() + b"\n" + state.encode("latin-1") + b"b."
     (tmp_path / ".metadata").write_bytes(data)
     with pytest.raises(ModelError):
-        DcpFolder(tmp_path)
+        DcpCheckpoint(tmp_path)
     assert not hasattr(tuple, "x")
     assert not hasattr(stored.Metadata, "x")
 
 
-def test_the_names_of_other_versions_of_python_and_torch_are_known(
+def test_class_names_of_other_python_and_torch_versions_are_accepted(
     folder: Path, toml: Path
 ) -> None:
     data = pickle.dumps(pickle.loads((folder / ".metadata").read_bytes()), protocol=2)
@@ -849,7 +863,9 @@ def test_the_names_of_other_versions_of_python_and_torch_are_known(
         check_words(llm)
 
 
-def test_bytes_in_a_tensors_place_run_nothing(folder: Path, toml: Path, tmp_path: Path) -> None:
+def test_malicious_tensor_data_is_rejected_without_running_code(
+    folder: Path, toml: Path, tmp_path: Path
+) -> None:
     marker = tmp_path / "marker"
     evil = _Runs(os.system, f"touch {marker}")
     for write in (lambda f: torch.save(evil, f), lambda f: pickle.dump(evil, f, protocol=2)):
@@ -857,7 +873,7 @@ def test_bytes_in_a_tensors_place_run_nothing(folder: Path, toml: Path, tmp_path
             write(file)
         size = (folder / "__9_9.distcp").stat().st_size
         rewrite(folder, relocated(NAME, relative_path="__9_9.distcp", offset=0, length=size))
-        with pytest.raises(ModelError, match=r"__9_9\.distcp: .* (posix|something else)"):
+        with pytest.raises(ModelError, match=r"__9_9\.distcp: .* (posix|other contents)"):
             LLM(folder, config=toml)
     assert not marker.exists()
 
@@ -887,7 +903,7 @@ _BYTEARRAY = b"\x80\x02c__builtin__\nbytearray\nJ\x00\x00\x00\x40\x85R."
 
 
 def grown(name: bytes, size: bytes) -> bytes:
-    """`RIGHT`, described as larger than what is stored."""
+    """Return `RIGHT` as saved, but with a described size that exceeds its data."""
     described = NAMED["archive/data.pkl"]
     assert described.count(name) == 1
     return zipped(*(NAMED | {"archive/data.pkl": described.replace(name, size)}).items())
@@ -896,34 +912,34 @@ def grown(name: bytes, size: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("payload", "why"),
     [
-        (saved(RIGHT[:8].clone()), r"float32 \[8, 32\], and by \.metadata .*float32 \[32, 32\]"),
-        (saved(torch.zeros(40, 40)), r"float32 \[40, 40\], and by"),
+        (saved(RIGHT[:8].clone()), r"float32 \[8, 32\], but \.metadata has .*float32 \[32, 32\]"),
+        (saved(torch.zeros(40, 40)), r"float32 \[40, 40\], but \.metadata"),
         (saved(RIGHT.bool()), "bool"),
         (saved(RIGHT.long()), "int64"),
         (saved(RIGHT.to(torch.complex64)), "complex64"),
         (saved(RIGHT.bfloat16()), "bfloat16"),
         (saved(RIGHT.to_sparse()), "_rebuild_sparse_tensor"),
         (saved(RIGHT.to("meta")), "_rebuild_meta_tensor"),
-        (saved([RIGHT]), "something else"),
-        (saved({"a": RIGHT}), "something else"),
-        (saved(torch._neg_view(RIGHT)), "not as they lie there"),
-        (saved(RIGHT).replace(b"little", b"bigger"), "order of bytes"),
-        (saved(RIGHT).replace(b"K\x00K K \x86", b"K\x01K K \x86"), "not all there"),
-        (saved(5), "something else"),
-        (grown(b"K K \x86", b"K\x40K \x86"), r"by \.metadata"),
+        (saved([RIGHT]), "other contents"),
+        (saved({"a": RIGHT}), "other contents"),
+        (saved(torch._neg_view(RIGHT)), "negated or conjugated"),
+        (saved(RIGHT).replace(b"little", b"bigger"), "byte order"),
+        (saved(RIGHT).replace(b"K\x00K K \x86", b"K\x01K K \x86"), "incomplete"),
+        (saved(5), "other contents"),
+        (grown(b"K K \x86", b"K\x40K \x86"), r"but \.metadata"),
         (zipped(*NAMED.items(), method=zipfile.ZIP_DEFLATED), "compressed"),
         (zipped(("archive/data.pkl", _BYTEARRAY)), "bytearray"),
-        (zipped(*NAMED.items(), ("b/data.pkl", _BYTEARRAY)), "something else"),
-        (b"more" + saved(RIGHT), "something else"),
-        (b"", "something else"),
+        (zipped(*NAMED.items(), ("b/data.pkl", _BYTEARRAY)), "other contents"),
+        (b"more" + saved(RIGHT), "other contents"),
+        (b"", "other contents"),
     ],
 )
-def test_a_tensors_place_holds_that_tensor_and_nothing_else(
+def test_data_other_than_the_described_tensor_is_rejected(
     folder: Path, toml: Path, payload: bytes, why: str
 ) -> None:
     (folder / "__9_9.distcp").write_bytes(payload)
     rewrite(folder, relocated(NAME, relative_path="__9_9.distcp", offset=0, length=len(payload)))
-    with pytest.raises(ModelError, match=rf"__9_9\.distcp: {NAME} is no tensor .*{why}"):
+    with pytest.raises(ModelError, match=rf"__9_9\.distcp: {NAME} is not a tensor .*{why}"):
         LLM(folder, config=toml)
 
 
@@ -942,7 +958,7 @@ def test_a_tensors_place_holds_that_tensor_and_nothing_else(
     ],
 )
 @pytest.mark.parametrize("checksums", [True, False])
-def test_every_tensor_that_torch_saves_is_read(
+def test_tensor_variants_saved_by_torch_are_read(
     tmp_path: Path, tensor: torch.Tensor, checksums: bool
 ) -> None:
     try:
@@ -954,11 +970,11 @@ def test_every_tensor_that_torch_saves_is_read(
     assert read.is_contiguous() and torch.equal(read.float(), tensor.detach().float())
 
 
-def test_the_training_state_is_never_opened(folder: Path, toml: Path, tmp_path: Path) -> None:
+def test_training_state_is_never_unpickled(folder: Path, toml: Path, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     torch.save(_Runs(os.system, f"touch {marker}"), folder / "train_state.pt")
 
-    def poison(metadata: stored.Metadata) -> None:  # nor bytes that were saved beside the tensors
+    def poison(metadata: stored.Metadata) -> None:  # nor as bytes saved beside the tensors
         index = next(i for i in metadata.storage_data if i.fqn == "optimizer.lr")
         size = (folder / "train_state.pt").stat().st_size
         place = replace(
@@ -972,21 +988,21 @@ def test_the_training_state_is_never_opened(folder: Path, toml: Path, tmp_path: 
     assert not marker.exists()
 
 
-def test_a_plan_of_a_dcp_folder_opens_no_tokenizer(folder: Path, toml: Path) -> None:
+def test_offload_is_planned_for_dcp_folder(folder: Path, toml: Path) -> None:
     forecast = plan_offload(
         ModelSource(folder, config=toml), Offload(policy=None), engine_options()
     )
-    assert forecast.plan.weights[2] == 0  # it is small
+    assert forecast.plan.weights[2] == 0  # it fits in memory
 
 
-def test_names_that_are_too_long_are_no_checkpoint(tmp_path: Path) -> None:
+def test_overlong_and_invalid_names_are_not_checkpoints(tmp_path: Path) -> None:
     for name in ("a" * 300, "x" * 5000, "a\0b", str(tmp_path / ("a" * 300))):
         assert find_dcp(name) is None
         with pytest.raises(ModelError):
             LLM(name)
 
 
-def test_a_folder_that_can_not_be_looked_into_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+def test_unreadable_folder_is_named_in_error(tmp_path: Path, monkeypatch: Any) -> None:
     def refuse(path: Path) -> Any:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -995,7 +1011,7 @@ def test_a_folder_that_can_not_be_looked_into_is_named(tmp_path: Path, monkeypat
         LLM(tmp_path)
 
 
-def test_find_dcp_lets_other_folders_be(tmp_path: Path, folder: Path) -> None:
+def test_find_dcp_finds_only_checkpoint_folders(tmp_path: Path, folder: Path) -> None:
     assert find_dcp(tmp_path) is None
     assert find_dcp("org/name") is None
     assert find_dcp(folder) == folder.resolve()

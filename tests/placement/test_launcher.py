@@ -1,4 +1,4 @@
-"""The interpreter that forks workers."""
+"""The launcher, an interpreter that forks workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def stopped(worker: WorkerProcess) -> int:
 
 
 def reported(worker: WorkerProcess) -> int:
-    """Return the pid of a worker once it has reported, and so has the launcher."""
+    """Wait for the reports of a worker and of the launcher, and return the worker's pid."""
     assert worker.wait_for_message(time.monotonic() + PATIENCE_S)
     until(lambda: worker.pid is not None)
     return worker.pid or 0
@@ -45,7 +45,7 @@ def stop(pid: int) -> None:
 
 
 @pytest.mark.parametrize("ends", ["is closed", "is killed", "loses its owner"])
-def test_a_stopped_worker_ends_with_its_launcher(launcher: Launcher, ends: str) -> None:
+def test_stopped_worker_ends_with_its_launcher(launcher: Launcher, ends: str) -> None:
     pid = stopped(launcher.start())
     if ends == "is closed":
         launcher.close()
@@ -57,7 +57,7 @@ def test_a_stopped_worker_ends_with_its_launcher(launcher: Launcher, ends: str) 
     until(lambda: state_of(pid) == "Z")
 
 
-def test_a_worker_that_does_not_end_is_reported(
+def test_worker_that_survives_kill_is_logged(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(launchers, "_KILL_S", 0.1)
@@ -68,8 +68,8 @@ def test_a_worker_that_does_not_end_is_reported(
     assert f"process {pid} was killed" in caplog.text
 
 
-def test_workers_that_end_together_end_no_other() -> None:
-    """The signal of one may come while another is reaped or killed, and end the launcher with all of them."""
+def test_workers_ending_together_do_not_end_the_launcher() -> None:
+    """A SIGCHLD that arrives while another worker is reaped or killed must not end the launcher."""
     launcher = Launcher("builtins:dict")
     try:
         for ends in ([], ["signal 9"], ["signal 9"]):
@@ -82,7 +82,7 @@ def test_workers_that_end_together_end_no_other() -> None:
         launcher.close()
 
 
-def test_what_is_imported_before_a_fork_uses_no_gpu() -> None:
+def test_imports_before_fork_do_not_use_cuda() -> None:
     """CUDA can't be used in a fork of a process that has used it."""
     run_program(
         "-c",
@@ -92,11 +92,11 @@ def test_what_is_imported_before_a_fork_uses_no_gpu() -> None:
         "    assert hasattr(torch.cuda, name)\n"
         "    setattr(torch.cuda, name, used)\n"
         "import verbatim.placement.distributed.stage_share\n"
-        "import verbatim.placement.distributed.rank_share\n",
+        "import verbatim.placement.distributed.tensor\n",
     )
 
 
-def test_a_launcher_that_its_owner_has_left_ends_without_a_word() -> None:
+def test_launcher_without_owner_ends_silently() -> None:
     line = [sys.executable, "-P", "-m", "verbatim.placement.distributed.launcher", "builtins:dict"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with started(line, **pipes) as process:

@@ -1,4 +1,4 @@
-"""A live module is used in place and given back as it was."""
+"""A live module is used in place and restored afterwards."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ import verbatim
 from support.programs import PATIENCE_S, in_thread
 from support.toys import make_toy, random_ids
 from verbatim import LLM, InvalidRequest, SamplingParams, VerbatimError
+from verbatim.api.tensors import _engines
 from verbatim.model import patching
-from verbatim.tensors import _engines
 
 PROMPT = random_ids(12, seed=8)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
@@ -37,7 +37,7 @@ def eager_logits(model: Any, ids: list[int]) -> torch.Tensor:
 
 
 def own_answer(model: Any) -> list[int]:
-    """Greedy tokens by the module's own forward, without a cache."""
+    """Return greedy tokens from the module's own forward, without a KV cache."""
     ids = list(PROMPT)
     with torch.no_grad():
         for _ in range(10):
@@ -58,7 +58,7 @@ def train_step(model: Any) -> float:
     return loss.item()
 
 
-def test_a_trainers_step_is_seen_by_the_next_generation_without_a_copy() -> None:
+def test_training_step_is_used_by_next_generation_without_copy() -> None:
     model = make_toy("qwen3")
     addresses = [p.data_ptr() for p in model.parameters()]
     with LLM(model) as llm:
@@ -72,7 +72,7 @@ def test_a_trainers_step_is_seen_by_the_next_generation_without_a_copy() -> None
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_mode_config_and_forwards_come_back_after_success_and_after_an_exception() -> None:
+def test_modes_config_and_attributes_are_restored_after_success_and_error() -> None:
     model = make_toy("qwen3_moe").train()
     model.model.layers[1].eval()  # a mixture of modes is kept as it was
     modes = [m.training for m in model.modules()]
@@ -103,7 +103,7 @@ def test_mode_config_and_forwards_come_back_after_success_and_after_an_exception
         assert len(greedy(llm)) == 10
 
 
-def test_opening_runs_none_of_the_users_hooks() -> None:
+def test_opening_runs_no_user_hooks() -> None:
     model = make_toy("llama")
     calls: list[int] = []
     model.register_forward_hook(lambda *_: calls.append(1))
@@ -115,7 +115,7 @@ def test_opening_runs_none_of_the_users_hooks() -> None:
     assert len(model._forward_hooks) == 1
 
 
-def test_a_forward_hook_changes_the_answer_as_it_changes_the_module() -> None:
+def test_forward_hook_affects_generation_like_module_forward() -> None:
     model = make_toy("llama")
     with LLM(model) as llm:
         plain = greedy(llm)
@@ -125,7 +125,7 @@ def test_a_forward_hook_changes_the_answer_as_it_changes_the_module() -> None:
         assert greedy(llm) == plain
 
 
-def test_a_parametrized_projection_answers_for_itself() -> None:
+def test_parametrized_projection_gives_tokens_of_module_forward() -> None:
     class Doubled(nn.Module):
         def forward(self, weight: torch.Tensor) -> torch.Tensor:
             return weight * -2
@@ -140,53 +140,53 @@ def test_a_parametrized_projection_answers_for_itself() -> None:
         assert greedy(llm) == plain
 
 
-def test_a_lora_layer_answers_for_itself() -> None:
+def test_lora_layers_give_tokens_of_module_forward() -> None:
     from peft import LoraConfig, get_peft_model
 
     model = make_toy("llama")
     with LLM(model) as llm:
         plain = greedy(llm)
     with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an old name
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT uses a deprecated name
         adapted = get_peft_model(
             model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
         )
     with LLM(adapted.eval()) as llm:
-        found = greedy(llm)
-        assert found == own_answer(adapted) != plain
+        tokens = greedy(llm)
+        assert tokens == own_answer(adapted) != plain
     merged = adapted.merge_and_unload()
     with LLM(merged) as llm:
-        assert greedy(llm) == found
+        assert greedy(llm) == tokens
 
 
-def test_two_engines_and_a_trainer_interleave_without_a_changed_bit() -> None:
+def test_interleaved_engines_and_training_are_bit_identical() -> None:
     def run(interleaved: bool) -> tuple[Any, ...]:
         first, second, trained = make_toy("llama"), make_toy("gemma2"), make_toy("llama", seed=1)
         losses: list[float] = []
         with LLM(first) as a, LLM(second) as b:
             streams = [llm.stream(PROMPT, SamplingParams(seed=3, max_tokens=8)) for llm in (a, b)]
-            made: list[list[Any]] = [[], []]
+            outputs: list[list[Any]] = [[], []]
             if interleaved:
                 for deltas in zip(*streams, strict=False):
                     losses.append(train_step(trained))
-                    for out, delta in zip(made, deltas, strict=True):
+                    for out, delta in zip(outputs, deltas, strict=True):
                         out.append((delta.token_ids, delta.logprobs))
-            for out, stream in zip(made, streams, strict=True):
+            for out, stream in zip(outputs, streams, strict=True):
                 out.extend((delta.token_ids, delta.logprobs) for delta in stream)
         while len(losses) < 8:
             losses.append(train_step(trained))
-        return made, losses, [p.detach().clone() for p in trained.parameters()]
+        return outputs, losses, [p.detach().clone() for p in trained.parameters()]
 
     apart, mixed = run(False), run(True)
     assert mixed[0] == apart[0] and mixed[1] == apart[1]
     assert all(torch.equal(p, q) for p, q in zip(mixed[2], apart[2], strict=True))
 
 
-def test_a_hook_may_use_another_engine_unless_that_would_wait_for_others() -> None:
+def test_hook_may_use_another_engine_only_if_it_is_idle() -> None:
     first, second = make_toy("llama"), make_toy("llama", seed=1)
     with LLM(first) as a, LLM(second) as b:
-        expected, refused = greedy(b), []
-        found: list[Any] = []
+        expected, errors = greedy(b), []
+        results: list[Any] = []
         stepping, go_on = threading.Event(), threading.Event()
 
         def use_the_other(*_: Any) -> None:
@@ -197,34 +197,34 @@ def test_a_hook_may_use_another_engine_unless_that_would_wait_for_others() -> No
             )
             for call in calls:
                 try:
-                    found.append(call())
+                    results.append(call())
                 except VerbatimError as error:
-                    refused.append(str(error))
+                    errors.append(str(error))
 
         hook = first.model.layers[0].register_forward_hook(use_the_other)
         greedy(a)
-        assert found[0] == expected and len(found) == 20 and len(refused) == 10
+        assert results[0] == expected and len(results) == 20 and len(errors) == 10
 
         def halt(request: Any, logits: torch.Tensor) -> torch.Tensor:
             stepping.set()
             go_on.wait(PATIENCE_S)
             return logits
 
-        found.clear()
-        refused.clear()
+        results.clear()
+        errors.clear()
         halting = SamplingParams(temperature=0.0, max_tokens=2, logits_processors=[halt])
         caller = in_thread(b.generate, PROMPT, halting)
         assert stepping.wait(PATIENCE_S)
         greedy(a)
         go_on.set()
         caller.result()
-        assert not found and len(refused) == 30
-        assert all("from inside another engine's forward" in message for message in refused)
+        assert not results and len(errors) == 30
+        assert all("from inside another engine's forward" in message for message in errors)
         hook.remove()
         assert greedy(b) == expected
 
 
-def test_modules_that_use_each_other_are_generated_from_by_many_threads() -> None:
+def test_concurrent_generate_on_nested_modules_completes() -> None:
     outer, inner, other = (make_toy("llama", seed=seed) for seed in range(3))
     prompt = torch.tensor([PROMPT])
 
@@ -244,7 +244,7 @@ def test_modules_that_use_each_other_are_generated_from_by_many_threads() -> Non
     assert {m for m in (outer, inner, other) if m in _engines} == {outer, inner, other}
 
 
-def test_generate_takes_tensors_and_gives_an_ordinary_one() -> None:
+def test_generate_returns_ordinary_tensor_usable_in_training() -> None:
     model = make_toy("llama")
     ids = torch.tensor([PROMPT, PROMPT[::-1]])
     out = verbatim.generate(model, ids, max_new_tokens=5, temperature=0.0, ignore_eos=True)
@@ -256,7 +256,7 @@ def test_generate_takes_tensors_and_gives_an_ordinary_one() -> None:
     assert model.training and model.lm_head.weight.grad is not None
 
 
-def test_generate_masks_padding_and_pads_after_the_end() -> None:
+def test_generate_masks_padding_and_pads_after_stop_token() -> None:
     model = make_toy("gpt2")
     alone = verbatim.generate(
         model, torch.tensor([PROMPT]), max_new_tokens=6, temperature=0.0, ignore_eos=True
@@ -279,7 +279,7 @@ def test_generate_masks_padding_and_pads_after_the_end() -> None:
     assert (out[0, 15 + end :] == 99).all()
 
 
-def test_a_loop_over_sample_draws_generates_tokens() -> None:
+def test_loop_over_sample_gives_same_tokens_as_generate() -> None:
     model = make_toy("llama")
     ids = torch.tensor([PROMPT, PROMPT[::-1]])
     settings: dict[str, Any] = dict(temperature=0.9, top_k=30, top_p=0.95)
@@ -293,7 +293,7 @@ def test_a_loop_over_sample_draws_generates_tokens() -> None:
     assert rows[0, 12:].tolist() != rows[1, 12:].tolist()
 
 
-def test_generate_without_a_seed_follows_torchs_seed_and_rows_are_no_clones() -> None:
+def test_generate_without_seed_follows_torch_seed_and_rows_differ() -> None:
     model = make_toy("llama")
     ids = torch.tensor([PROMPT] * 4)
     with torch.random.fork_rng():
@@ -306,7 +306,7 @@ def test_generate_without_a_seed_follows_torchs_seed_and_rows_are_no_clones() ->
     assert len({tuple(row) for row in first.tolist()}) == 4
 
 
-def test_the_engine_of_a_bare_module_goes_with_it() -> None:
+def test_engine_of_bare_module_is_collected_with_it() -> None:
     model = make_toy("llama")
     verbatim.generate(model, torch.tensor([PROMPT]), max_new_tokens=1)
     gone = weakref.ref(model), weakref.ref(_engines[model])
@@ -335,21 +335,21 @@ def test_the_engine_of_a_bare_module_goes_with_it() -> None:
         (dict(temperature=-1), "temperature=-1"),
     ],
 )
-def test_bad_tensors_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_invalid_generate_arguments_are_rejected(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = dict(input_ids=torch.tensor([[5, 6]]), max_new_tokens=2)
     with pytest.raises(InvalidRequest, match=message):
         verbatim.generate(make_toy("llama"), **{**arguments, **changes})
 
 
 @pytest.mark.parametrize("draft", [None, "early-exit"])
-def test_ctrl_c_while_it_is_given_back_leaves_nothing_undone(draft: str | None) -> None:
-    giving_back = patching._give_back.__code__
-    _, first = inspect.getsourcelines(patching._give_back)
+def test_ctrl_c_while_module_is_restored_completes_the_restore(draft: str | None) -> None:
+    giving_back = patching._restore.__code__
+    _, first = inspect.getsourcelines(patching._restore)
     lines = sorted({line for *_, line in giving_back.co_lines() if line and line > first + 5})
     assert len(lines) >= 8
     module = make_toy("llama").train()
     module.model.layers[2].register_forward_hook(lambda *args: None)
-    asked = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
+    params = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
 
     def press_at(line: int) -> Any:
         pressed = False
@@ -367,7 +367,7 @@ def test_ctrl_c_while_it_is_given_back_leaves_nothing_undone(draft: str | None) 
         for line in lines:
             sys.settrace(press_at(line))
             try:
-                llm.generate([3, 4, 5], asked)
+                llm.generate([3, 4, 5], params)
             except KeyboardInterrupt:
                 pass
             finally:

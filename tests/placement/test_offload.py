@@ -1,4 +1,4 @@
-"""A model over three tiers says the same words as one in memory."""
+"""A model offloaded to RAM and disk gives the same tokens as a resident one."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from verbatim import (
 )
 from verbatim.batch import Batch
 from verbatim.model.flat import FlatContext
-from verbatim.model.layer_trial import LayerProbe
-from verbatim.placement.offload.cut import cut
-from verbatim.placement.offload.stream import Ring, Use, lay_out
+from verbatim.model.layer_trial import LayerTrial
+from verbatim.placement.micro_batches import split_batch
+from verbatim.placement.offload.stream import Ring, Use, use_of
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Unit
 from verbatim.placement.offload.weights import Weights
@@ -61,7 +61,7 @@ from verbatim.weights.files import (
     pages,
     read_into,
     read_whole,
-    up,
+    round_to_pages,
 )
 from verbatim.weights.lazy import Computed, Stored, materialize, rows_can_be_read, rows_of
 from verbatim.weights.update import overwrite
@@ -86,7 +86,7 @@ def offloaded(folder: Path, dtype: str = "float32", **settings: Any) -> LLM:
 @parametrize_combinations(
     name=ARCHITECTURES, dtype=["float32", "bfloat16"], weights=WEIGHTS, overlap=[True, False]
 )
-def test_weights_on_any_tier_give_the_same_words(
+def test_weights_on_any_tier_give_same_tokens(
     name: str, dtype: str, weights: Any, overlap: bool, folders: Callable[[str], Path]
 ) -> None:
     with offloaded(folders(name), dtype, weights=weights, overlap=overlap) as llm:
@@ -94,7 +94,7 @@ def test_weights_on_any_tier_give_the_same_words(
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["tied", "untied"])
-def test_a_tied_checkpoint_that_stores_both_tensors(same: bool, tmp_path: Path) -> None:
+def test_checkpoint_storing_both_tied_tensors_gives_same_tokens(same: bool, tmp_path: Path) -> None:
     toys.make_toy("gpt2").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -106,7 +106,7 @@ def test_a_tied_checkpoint_that_stores_both_tensors(same: bool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_checkpoint_in_float16_is_converted_as_it_is_read(dtype: str, tmp_path: Path) -> None:
+def test_float16_checkpoint_is_converted_on_read(dtype: str, tmp_path: Path) -> None:
     toys.make_toy("mixtral").half().save_pretrained(tmp_path)
     expected = resident_facts(tmp_path, 4, dtype=dtype)
     with offloaded(tmp_path, dtype) as llm:
@@ -117,7 +117,7 @@ def test_a_checkpoint_in_float16_is_converted_as_it_is_read(dtype: str, tmp_path
 
 
 def reads_of(llm: LLM, prompts: list[list[int]]) -> tuple[int, int]:
-    """Weight bytes read for these prompts, and forwards made."""
+    """Return the weight bytes read for these prompts, and the number of forwards."""
     runner: Any = llm.engine.runner
     before = runner.weights.bytes_read, runner.num_forwards
     llm.generate(prompts, GREEDY)
@@ -125,11 +125,11 @@ def reads_of(llm: LLM, prompts: list[list[int]]) -> tuple[int, int]:
 
 
 def streamed_bytes(runner: Any) -> int:
-    """Bytes that a forward reads, without rows of an embedding and experts."""
-    return sum(layout.nbytes for layout, _ in runner.weights._streamed.values())
+    """Return the bytes that a forward reads, without embedding rows and experts."""
+    return sum(use.nbytes for use in runner.weights._streamed.values())
 
 
-def test_weights_are_read_once_a_step_however_many_micro_batches(
+def test_weights_are_read_once_per_step_for_all_micro_batches(
     folders: Callable[[str], Path],
 ) -> None:
     prompts = [toys.random_ids(6, i, high=toys.VOCAB) for i in range(8)]
@@ -141,27 +141,27 @@ def test_weights_are_read_once_a_step_however_many_micro_batches(
             runner: Any = llm.engine.runner
             assert forwards == 5
             per_forward = streamed_bytes(runner)
-            rows = read - forwards * per_forward  # of the embedding
+            rows = read - forwards * per_forward  # embedding rows
             assert 0 < rows < 0.5 * per_forward
 
 
-def test_units_are_read_ahead_in_the_order_in_which_they_are_used(
+def test_prefetched_units_are_never_discarded(
     folders: Callable[[str], Path],
 ) -> None:
-    """What was read ahead is never thrown away, so reads don't exceed one more forward and a ring."""
+    """No prefetched unit is discarded, so the reads exceed those of the forwards by at most one forward."""
     with offloaded(folders("llama")) as llm:
         runner: Any = llm.engine.runner
         before, forwards = runner.trace.nbytes("wait weights"), runner.num_forwards
         llm.generate([[5, 6, 7]], GREEDY)
-        made = runner.num_forwards - forwards
+        num_forwards = runner.num_forwards - forwards
         read = runner.trace.nbytes("wait weights") - before
-        assert read <= (made + 1) * streamed_bytes(runner)
+        assert read <= (num_forwards + 1) * streamed_bytes(runner)
 
 
 @pytest.mark.parametrize(
     ("name", "kinds"), [("llama", 1), ("mixtral", 1), ("deepseek_v3", 2), ("qwen3_next", 2)]
 )
-def test_layers_run_fused_and_one_of_each_kind_is_read_for_the_trial(
+def test_layers_run_fused_and_one_of_each_kind_is_read_for_trial(
     name: str, kinds: int, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = list[str]()
@@ -192,33 +192,31 @@ def test_layers_run_fused_and_one_of_each_kind_is_read_for_the_trial(
     assert layers_read(fused=False) + kinds == layers_read(fused=True)
 
 
-def test_a_read_that_fails_in_the_trial_of_a_layer_is_no_reason_to_run_it_unfused(
+def test_read_error_in_layer_trial_is_raised(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: Any) -> Any:
         raise TierFailed("disk: I/O error")
 
-    monkeypatch.setattr(LayerProbe, "_inspect", broken)  # it runs inside the gate of a layer
+    monkeypatch.setattr(LayerTrial, "_inspect", broken)  # runs in the trial of a layer
     with pytest.raises(TierFailed, match="I/O error"):
         LLM(folders("llama"), max_length=200, placement=Offload(gpu=BUDGET, weights=(0, 0, 100)))
 
 
-# ---- what is opened
+# ---- opening, updates and sleep
 
 
-def test_an_open_model_holds_no_second_copy_of_its_weights(folders: Callable[[str], Path]) -> None:
+def test_offloaded_module_holds_no_second_copy_of_weights(folders: Callable[[str], Path]) -> None:
     with offloaded(folders("llama")) as llm:
         runner: Any = llm.engine.runner
-        held = {slot.name for slot in runner.weights.units.held}
+        held = {slot.name for slot in runner.weights.units.resident}
         for name, parameter in runner.module.named_parameters():
             assert name in held or parameter.untyped_storage().nbytes() <= 4
         assert llm.info()["placement"] == "offload"
         assert llm.info()["parameters"] == sum(p.numel() for p in runner.module.parameters())
 
 
-def test_what_cannot_be_offloaded_is_refused_by_name(
-    folders: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_unsupported_offloads_are_rejected(folders: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(NotSupported, match="a live module"):
         LLM(toys.make_toy("llama"), placement=Offload(gpu=BUDGET))
     with pytest.raises(NotSupported, match="must be None, an Offload"):
@@ -227,7 +225,7 @@ def test_what_cannot_be_offloaded_is_refused_by_name(
     weights = tmp_path / "model.safetensors"
     torch.save({}, tmp_path / "pytorch_model.bin")
     weights.unlink()
-    with pytest.raises(NotSupported, match=r"reads model\.safetensors"):
+    with pytest.raises(NotSupported, match=r"needs model\.safetensors"):
         LLM(tmp_path, placement=Offload(gpu=BUDGET))
     with pytest.raises(NotSupported, match="LlamaForCausalLM has no MTP layers"):
         offloaded(folders("llama"), draft="mtp")
@@ -243,7 +241,7 @@ def unnamed_files() -> int:
     quantization=[None, "int8", "w4a8"],
     weights=[WEIGHTS[0], WEIGHTS[2], WEIGHTS[3]],
 )
-def test_updates_and_sleep_with_weights_give_the_tokens_of_the_resident_model(
+def test_updates_and_sleep_give_tokens_of_resident_model(
     name: str,
     quantization: str | None,
     weights: Any,
@@ -254,8 +252,8 @@ def test_updates_and_sleep_with_weights_give_the_tokens_of_the_resident_model(
     before = [load_file(folder / "model.safetensors") for folder in both]
     expected = [resident_facts(folder, 5, quantization=quantization) for folder in both]
     assert expected[0] != expected[1]
-    monkeypatch.setattr("verbatim.placement.offload.head._SMALLEST", 0)
-    monkeypatch.setattr("verbatim.placement.offload.head._LEAST", 7000)
+    monkeypatch.setattr("verbatim.placement.offload.units._MIN_HEAD_BYTES", 0)
+    monkeypatch.setattr("verbatim.placement.offload.units._MIN_PIECE_BYTES", 7000)
     tiers = Offload(gpu=BUDGET, weights=weights, batch_size=3, micro_batches=2)
     with LLM(both[0], max_length=200, quantization=quantization, placement=tiers) as llm:
         for seed in (1, 0, 1):
@@ -276,23 +274,25 @@ def test_updates_and_sleep_with_weights_give_the_tokens_of_the_resident_model(
         assert all(torch.equal(found[key], tensors[key]) for key in tensors)
 
 
-def test_quantized_weights_outside_of_the_layers_are_held_quantized(
+def test_quantized_weights_outside_layers_stay_quantized(
     folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folders("llama")
     expected = resident_facts(folder, 5, quantization="int8")
     with LLM(folder, quantization="int8") as llm:
         packed = llm.info()["quantization"]["packed"]
-    monkeypatch.setattr("verbatim.placement.offload.units._SMALL", 0.3)  # the embedding, the head
+    monkeypatch.setattr(
+        "verbatim.placement.offload.units._MIN_UNIT_SHARE", 0.3
+    )  # embedding and LM head
     tiers = Offload(gpu=BUDGET, weights=(0, 0, 100))
     with LLM(folder, max_length=200, quantization="int8", placement=tiers) as llm:
-        assert len(llm.engine.runner.weights.units.held) > 2
+        assert len(llm.engine.runner.weights.units.resident) > 2
         assert mixed_facts(llm, 5) == expected
         info = llm.info()["quantization"]
         assert set(info["packed"]) == set(packed) and "rounded" not in info
 
 
-def test_an_update_that_cannot_be_written_leaves_the_old_weights(
+def test_failed_update_keeps_old_weights_or_requires_another(
     folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = folders("llama"), folders("llama", seed=1)
@@ -316,26 +316,26 @@ def test_an_update_that_cannot_be_written_leaves_the_old_weights(
             raise MemoryError
 
         with monkeypatch.context() as patch:
-            patch.setattr("verbatim.placement.offload.weights.lay_out", fail)
+            patch.setattr("verbatim.placement.offload.weights.use_of", fail)
             with pytest.raises(MemoryError):
                 llm.update_weights(first)
         llm.update_weights(first)
         assert mixed_facts(llm, 5) == expected
-        monkeypatch.setattr("verbatim.placement.offload.weights.lay_out", fail)
+        monkeypatch.setattr("verbatim.placement.offload.weights.use_of", fail)
         with pytest.raises(MemoryError):
             llm.update_weights(second)
         with pytest.raises(TierFailed, match="call update_weights again"):
             mixed_facts(llm, 5)
 
 
-def test_ctrl_c_within_an_update_leaves_new_weights(
+def test_ctrl_c_during_update_completes_the_update(
     folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = folders("llama"), folders("llama", seed=1)
     with LLM(second, dtype="float32", max_length=200) as llm:
         expected = mixed_facts(llm, 5)
     with offloaded(first, weights=(30, 40, 30)) as llm:
-        write = llm.engine.runner.new_weights
+        write, signals = llm.engine.runner.new_weights, list[int]()
 
         def interrupted(*args: Any, **settings: Any) -> Callable[[], None]:
             put = write(*args, **settings)
@@ -345,18 +345,17 @@ def test_ctrl_c_within_an_update_leaves_new_weights(
             return put
 
         def overwrite_and_signal(pairs: Any) -> None:
+            signals.append(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             overwrite(pairs)
 
         monkeypatch.setattr(llm.engine.runner, "new_weights", interrupted)
         with contextlib.suppress(KeyboardInterrupt):
             llm.update_weights(second)
-        assert mixed_facts(llm, 5) == expected
+        assert signals and mixed_facts(llm, 5) == expected
 
 
-def test_weights_that_cannot_be_read_again_leave_it_asleep(
-    folders: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_failed_wake_leaves_engine_asleep(folders: Callable[..., Path], tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(folders("llama"), folder)
     with offloaded(folder, weights=(30, 40, 30)) as llm:
@@ -370,7 +369,7 @@ def test_weights_that_cannot_be_read_again_leave_it_asleep(
         assert mixed_facts(llm, 5) == expected
 
 
-def test_a_full_disk_keeps_weights_that_are_in_no_file_awake(
+def test_sleep_beyond_disk_limit_fails_and_keeps_engine_awake(
     folders: Callable[..., Path],
 ) -> None:
     tiers = Offload(gpu=BUDGET, weights=(100, 0, 0), disk_limit=PAGE)
@@ -385,9 +384,7 @@ def test_a_full_disk_keeps_weights_that_are_in_no_file_awake(
 
 
 @pytest.mark.parametrize("tiers", ["budget", "budget, K and V on disk", "disk"])
-def test_mtp_layers_draft_for_an_offloaded_model_within_its_budget(
-    tiers: str, tmp_path: Path
-) -> None:
+def test_mtp_layers_of_offloaded_model_stay_within_budget(tiers: str, tmp_path: Path) -> None:
     save_with_mtp(toy("qwen3", 2), tmp_path)
     settings: dict[str, Any] = dict(weights=(0, 0, 100), kv=(0, 50, 50))
     if tiers != "disk":
@@ -409,8 +406,10 @@ def test_mtp_layers_draft_for_an_offloaded_model_within_its_budget(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_some_rows_of_several_tensors_are_cut_from_each(dtype: torch.dtype, tmp_path: Path) -> None:
-    """As of an embedding that was sharded by rows."""
+def test_rows_of_concatenated_tensors_are_sliced_from_each(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """As in an embedding that is sharded by rows."""
     rows = torch.randn(9, 4)
     (tmp_path / "numbers").write_bytes(b"xyz" + rows.numpy().tobytes())
     shards = [
@@ -452,18 +451,18 @@ def test_some_rows_of_several_tensors_are_cut_from_each(dtype: torch.dtype, tmp_
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_wrong_settings_are_refused_by_name(settings: dict[str, Any], said: str) -> None:
+def test_invalid_offload_options_are_rejected(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         Offload(**settings)
     assert said in str(refused.value)
 
 
-def test_two_percents_leave_the_rest_to_the_disk() -> None:
+def test_two_percentages_leave_the_rest_to_disk() -> None:
     assert Offload(weights=(20, 50)).weights == (20, 50, 30)
     assert Offload(gpu="1GB", cpu=0).replace(cpu="2GB").cpu == 2 * 10**9
 
 
-# ---- what goes wrong
+# ---- errors
 
 
 def _our_threads() -> set[str]:
@@ -482,7 +481,7 @@ def _nothing_runs_on(thread_names: set[str]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "inline"])
-def test_a_read_error_closes_the_engine_and_hands_out_what_was_finished(
+def test_read_error_closes_engine_and_returns_finished_results(
     overlap: bool,
     folders: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -517,7 +516,7 @@ def test_a_read_error_closes_the_engine_and_hands_out_what_was_finished(
     llm.close()
 
 
-def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
+def test_truncated_file_is_named_in_error(tmp_path: Path) -> None:
     toys.make_toy("llama").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     whole = path.read_bytes()
@@ -533,7 +532,7 @@ def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_a_file_that_ends_too_soon_is_an_error(direct: bool, tmp_path: Path) -> None:
+def test_short_read_raises_tier_failed(direct: bool, tmp_path: Path) -> None:
     path = tmp_path / "short"
     path.write_bytes(b"x" * 5000)
     file = DirectFile(path)
@@ -541,12 +540,12 @@ def test_a_file_that_ends_too_soon_is_an_error(direct: bool, tmp_path: Path) -> 
     buffer = bytes_of(pages(3 * PAGE))
     assert file.read([buffer], 0) == 5000
     os.truncate(path, 4999)
-    with pytest.raises(TierFailed, match="short ends at byte 4999, and 1 bytes"):
+    with pytest.raises(TierFailed, match="short ends at byte 4999, but 1 bytes"):
         file.read([buffer], 0)
     file.close()
 
 
-def test_a_file_system_that_refuses_direct_reads_is_read_through_the_cache(
+def test_rejected_direct_reads_fall_back_to_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "data"
@@ -562,13 +561,13 @@ def test_a_file_system_that_refuses_direct_reads_is_read_through_the_cache(
     monkeypatch.setattr("verbatim.weights.files.os.preadv", preadv)
     file, out = DirectFile(path), torch.empty(9000, dtype=torch.uint8)
     read_into(out.numpy(), _piece(path, 300, 9000), file, pages(buffer_bytes(9000)))
-    assert _is_what_lies_there(_piece(path, 300, 9000), out)
+    assert _matches_file(_piece(path, 300, 9000), out)
     assert len(refused) == 1 and not file.direct
     file.close()
 
 
 @pytest.mark.parametrize("how", ["overwritten", "replaced-before-opening"])
-def test_a_checkpoint_that_changes_is_found_out(
+def test_changed_checkpoint_is_detected(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     toys.make_toy("llama").save_pretrained(tmp_path)
@@ -595,8 +594,8 @@ def test_a_checkpoint_that_changes_is_found_out(
         offloaded(tmp_path)
 
 
-def test_the_files_are_those_that_transformers_takes(tmp_path: Path) -> None:
-    """A model.safetensors goes before the index of a stale download; tensors nobody needs may be anything."""
+def test_weight_files_are_chosen_as_by_transformers(tmp_path: Path) -> None:
+    """model.safetensors takes precedence over a stale index, and unused tensors may have any dtype."""
     toys.make_toy("llama").save_pretrained(tmp_path, max_shard_size="40KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
     whole = tmp_path / "whole"
@@ -621,10 +620,10 @@ def test_the_files_are_those_that_transformers_takes(tmp_path: Path) -> None:
         assert mixed_facts(llm, 3) == expected
 
 
-def test_whoever_forgets_to_close_leaves_nothing_behind(
+def test_collected_llm_leaves_no_threads_or_descriptors(
     folders: Callable[[str], Path], thread_names: set[str]
 ) -> None:
-    gc.collect()  # what other tests have left
+    gc.collect()  # garbage of other tests
     fds = len(os.listdir("/proc/self/fd"))
     llm = offloaded(folders("llama"), kv=(0, 0, 100))
     llm.generate([[5, 6]], GREEDY)
@@ -635,14 +634,14 @@ def test_whoever_forgets_to_close_leaves_nothing_behind(
     assert len(os.listdir("/proc/self/fd")) <= fds
 
 
-def test_a_draft_that_cannot_be_opened_leaves_nothing_behind(
+def test_failed_draft_opening_leaves_no_threads(
     folders: Callable[[str], Path],
 ) -> None:
     with pytest.raises(ModelError):
         offloaded(folders("llama"), kv=(0, 0, 100), draft="/nonexistent")
 
 
-def test_a_forked_child_is_told_that_it_has_no_model(folders: Callable[[str], Path]) -> None:
+def test_generate_in_forked_child_raises_engine_closed(folders: Callable[[str], Path]) -> None:
     with offloaded(folders("llama"), kv=(0, 0, 100)) as llm:
         (expected,) = llm.generate([[5, 6]], GREEDY)
         read, write = os.pipe()
@@ -650,10 +649,10 @@ def test_a_forked_child_is_told_that_it_has_no_model(folders: Callable[[str], Pa
         if child == 0:
             try:
                 llm.generate([[5, 6]], GREEDY)
-                said = "an answer"
+                message = "an answer"
             except EngineClosed as error:
-                said = str(error)
-            os.write(write, said.encode())
+                message = str(error)
+            os.write(write, message.encode())
             os._exit(0)
         os.waitpid(child, 0)
         assert b"before this process was forked" in os.read(read, 1000)
@@ -663,21 +662,21 @@ def test_a_forked_child_is_told_that_it_has_no_model(folders: Callable[[str], Pa
         os.close(write)
 
 
-def test_sequences_beyond_max_sequences_are_refused(folders: Callable[[str], Path]) -> None:
+def test_batches_beyond_max_sequences_are_rejected(folders: Callable[[str], Path]) -> None:
     with pytest.raises(
-        InvalidRequest, match="make 600 sequences at once, and max_sequences is 256"
+        InvalidRequest, match="make 600 concurrent sequences, more than max_sequences=256"
     ):
         offloaded(folders("llama"), batch_size=100, micro_batches=6)
 
 
-def test_a_prompt_longer_than_the_workload_is_served(folders: Callable[[str], Path]) -> None:
+def test_prompt_longer_than_workload_is_served(folders: Callable[[str], Path]) -> None:
     prompt = toys.random_ids(150, 1, high=toys.VOCAB)
     with offloaded(folders("llama"), workload=(8, 4), weights=None) as llm:
         assert len(llm.generate([prompt], GREEDY)[0].outputs[0].token_ids) == 5
 
 
 @pytest.mark.parametrize("after", [0, 3, 9, 12])
-def test_a_read_error_while_opening_leaves_nothing_behind(
+def test_read_error_while_opening_leaves_no_files(
     after: int,
     folders: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -698,19 +697,21 @@ def test_a_read_error_while_opening_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) <= fds
 
 
-def test_a_folder_that_cannot_be_written_is_named(
+def test_unwritable_disk_folder_is_named_in_error(
     folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     with pytest.raises(TierFailed, match=r"can't write to the folder .*nowhere"):
         offloaded(folders("llama"), disk=tmp_path / "nowhere", kv=(0, 0, 100))
 
 
-def test_closing_gives_everything_back(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_close_releases_descriptors_and_memory(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
     fds = len(os.listdir("/proc/self/fd"))
     llm = offloaded(folders("llama"), disk=tmp_path, kv=(0, 0, 100), activations=(0, 0, 100))
     runner: Any = llm.engine.runner
     llm.generate([[5, 6, 7], [8]], GREEDY)
-    assert list(tmp_path.iterdir()) == []  # what is written has no name
+    assert list(tmp_path.iterdir()) == []  # written files have no name
     llm.close()
     llm.close()
     assert len(os.listdir("/proc/self/fd")) <= fds
@@ -723,7 +724,7 @@ def test_closing_gives_everything_back(folders: Callable[[str], Path], tmp_path:
 # ---- the trace
 
 
-def test_the_trace_shows_reads_under_computation(
+def test_trace_has_spans_of_reads_and_computation(
     folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "trace.json"
@@ -740,7 +741,7 @@ def test_the_trace_shows_reads_under_computation(
 
 
 @pytest.mark.parametrize("path", ["nowhere/trace.json", "", "."])
-def test_a_trace_that_cannot_be_written_is_refused_at_once(
+def test_unwritable_trace_path_is_rejected_at_open(
     path: str, folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -748,7 +749,7 @@ def test_a_trace_that_cannot_be_written_is_refused_at_once(
         offloaded(folders("llama"), trace=path)
 
 
-def test_a_trace_follows_a_link_and_leaves_other_files_alone(
+def test_trace_follows_symlink_and_keeps_other_files(
     folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "to").mkdir()
@@ -764,7 +765,7 @@ def test_a_trace_follows_a_link_and_leaves_other_files_alone(
     assert len(list(tmp_path.iterdir())) == 3
 
 
-# ---- the rooms below
+# ---- file reads and the ring
 
 
 @pytest.fixture
@@ -778,8 +779,8 @@ def _piece(path: Path, offset: int, nbytes: int) -> Stored:
     return Stored(f"{offset}", path, offset, nbytes, torch.uint8, (nbytes,))
 
 
-def _is_what_lies_there(stored: Stored, found: torch.Tensor) -> bool:
-    """Compared as bytes: a difference of thousands of numbers takes pytest minutes to print."""
+def _matches_file(stored: Stored, found: torch.Tensor) -> bool:
+    """Compare as bytes, because pytest takes minutes to print thousands of differences."""
     with stored.path.open("rb") as file:
         file.seek(stored.offset)
         return file.read(stored.nbytes) == bytes(found.tolist())
@@ -788,16 +789,16 @@ def _is_what_lies_there(stored: Stored, found: torch.Tensor) -> bool:
 @pytest.mark.parametrize(
     ("offset", "nbytes"), [(0, 1), (1, 4096), (4095, 2), (99_999, 1), (3, 99_997)]
 )
-def test_a_tensor_at_any_offset_is_read(blob: Path, offset: int, nbytes: int) -> None:
+def test_tensor_at_any_file_offset_is_read(blob: Path, offset: int, nbytes: int) -> None:
     stored = _piece(blob, offset, nbytes)
-    assert _is_what_lies_there(stored, read_whole(stored))
+    assert _matches_file(stored, read_whole(stored))
 
 
 @pytest.mark.skipif(
     not os.path.exists("/sys/kernel/mm/transparent_hugepage"), reason="no huge pages"
 )
 @pytest.mark.parametrize("nbytes", [0, 1, PAGE, (4 << 20) + 5])
-def test_memory_of_direct_reads_is_in_huge_pages(nbytes: int) -> None:
+def test_direct_read_buffers_use_huge_pages(nbytes: int) -> None:
     memory = pages(nbytes)
     assert memory.nbytes == nbytes and not memory.is_inference()
     if not nbytes:
@@ -815,31 +816,31 @@ def test_memory_of_direct_reads_is_in_huge_pages(nbytes: int) -> None:
     assert flags is not None and "hg" in flags
 
 
-def test_memory_that_cannot_be_allocated_is_named() -> None:
+def test_failed_allocation_names_its_size() -> None:
     with pytest.raises(MemoryError, match="288,230,376,151,711,744 bytes can't be allocated"):
         pages(1 << 58)
 
 
-def test_neighbours_in_a_file_are_read_in_one_run(blob: Path) -> None:
-    layout = lay_out([_piece(blob, 5000, 100), _piece(blob, 10, 4900), _piece(blob, 90_000, 7)])
-    assert len(layout.chunks) == 2
-    assert layout.nbytes == up(5100) + PAGE
-    assert len(layout.places) == 3
+def test_adjacent_tensors_are_read_in_one_chunk(blob: Path) -> None:
+    pieces = [_piece(blob, 5000, 100), _piece(blob, 10, 4900), _piece(blob, 90_000, 7)]
+    use = use_of("pieces", pieces, OpenFiles())
+    assert len(use.reads) == 2
+    assert use.nbytes == round_to_pages(5100) + PAGE
+    assert len(use.places) == 3
 
 
 @contextlib.contextmanager
 def _ring_over(
     pieces: list[Stored], capacity: int, threads: int
 ) -> Iterator[tuple[Ring, list[Use], Callable[[int], bool]]]:
-    """Yield a ring, a use for each piece, and whether the ring has the piece's bytes when it is taken."""
+    """Yield a ring, a use for each piece, and a function that takes a piece and compares its bytes."""
     ring, files = Ring("weights", max(1, threads), Trace(), ahead=threads > 0), OpenFiles()
-    layouts = [lay_out([stored]) for stored in pieces]
-    uses = [layout.use(stored.name, files) for layout, stored in zip(layouts, pieces, strict=True)]
+    uses = [use_of(stored.name, [stored], files) for stored in pieces]
 
     def take(index: int) -> bool:
-        region, at = ring.take(uses[index]), layouts[index].places[pieces[index]]
-        same = _is_what_lies_there(pieces[index], region[at : at + pieces[index].nbytes])
-        ring.give_back()
+        region, at = ring.take(uses[index]), uses[index].places[pieces[index]]
+        same = _matches_file(pieces[index], region[at : at + pieces[index].nbytes])
+        ring.release()
         return same
 
     try:
@@ -853,9 +854,7 @@ def _ring_over(
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
 @pytest.mark.parametrize("capacity", [3, 4, 7, 20])
-def test_a_ring_of_any_size_hands_out_what_is_in_the_file(
-    threads: int, capacity: int, blob: Path
-) -> None:
+def test_ring_of_any_size_returns_file_contents(threads: int, capacity: int, blob: Path) -> None:
     pieces = [_piece(blob, 7_000 * i + 13, 1_000 * (i % 3) + 500) for i in range(12)]
     order = [*range(12), *range(12), 5, 4, 11, 11, 0, *range(12)]
     with _ring_over(pieces, capacity, threads) as (ring, uses, take):
@@ -865,10 +864,10 @@ def test_a_ring_of_any_size_hands_out_what_is_in_the_file(
         assert ring._trace.nbytes("wait weights") >= len(order) * PAGE
 
 
-def test_an_interrupted_wait_does_not_mix_old_reads_with_new_ones(
+def test_slow_read_of_dropped_region_does_not_corrupt_newer_reads(
     blob: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader that is slow goes on writing to the ring after its region was given up."""
+    """A slow reader still writes to the ring after its region was given up."""
     slow, plain = threading.Event(), DirectFile.read
 
     def read(self: DirectFile, into: list[memoryview], offset: int, **settings: Any) -> int:
@@ -884,14 +883,14 @@ def test_an_interrupted_wait_does_not_mix_old_reads_with_new_ones(
 
 
 @pytest.mark.parametrize(("max_sequences", "max_rows"), [(1, 100), (2, 4), (5, 3)])
-def test_micro_batches_keep_to_their_limits(max_sequences: int, max_rows: int) -> None:
+def test_micro_batches_respect_their_limits(max_sequences: int, max_rows: int) -> None:
     whole = Batch.of([(range(rows), 7, [s]) for s, rows in enumerate((3, 1, 10, 1))], range(15))
-    parts = cut(whole, max_sequences, max_rows)
+    parts = split_batch(whole, max_sequences, max_rows)
     assert max(part.num_sequences for part in parts) <= max_sequences
     assert max(part.num_tokens for part in parts) <= max_rows
 
 
-# ---- a head in pieces
+# ---- LM head in pieces
 
 
 @parametrize_combinations(
@@ -899,19 +898,19 @@ def test_micro_batches_keep_to_their_limits(max_sequences: int, max_rows: int) -
     dtype=["float32", "bfloat16"],
     weights=[(0, 0, 100), (40, 0, 60)],
 )
-def test_a_head_in_pieces_gives_the_same_words(
+def test_lm_head_in_pieces_gives_same_tokens(
     name: str,
     dtype: str,
     weights: Any,
     folders: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a head of its own, and of two that are tied to the embedding."""
+    """One model has a separate LM head; the heads of two are tied to the embedding."""
     folder = folders(name)
     expected = resident_facts(folder, dtype=dtype)
-    monkeypatch.setattr("verbatim.placement.offload.head._SMALLEST", 0)
-    monkeypatch.setattr("verbatim.placement.offload.head._WHOLE", (torch.nn.Module,))
-    monkeypatch.setattr("verbatim.placement.offload.head._LEAST", 7000)
+    monkeypatch.setattr("verbatim.placement.offload.units._MIN_HEAD_BYTES", 0)
+    monkeypatch.setattr("verbatim.placement.offload.units._NOT_LAYERS", (torch.nn.Module,))
+    monkeypatch.setattr("verbatim.placement.offload.units._MIN_PIECE_BYTES", 7000)
     with offloaded(folder, dtype, weights=weights) as llm:
         runner: Any = llm.engine.runner
         pieces = [unit for unit in runner.weights.units.order if "[" in unit.name]
@@ -920,11 +919,11 @@ def test_a_head_in_pieces_gives_the_same_words(
         assert mixed_facts(llm) == expected
 
 
-def test_a_file_of_nothing_but_a_head_in_pieces_is_found_out_when_it_changes(
+def test_changed_file_with_only_the_lm_head_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verbatim.placement.offload.head._SMALLEST", 0)
-    monkeypatch.setattr("verbatim.placement.offload.head._LEAST", 1 << 12)
+    monkeypatch.setattr("verbatim.placement.offload.units._MIN_HEAD_BYTES", 0)
+    monkeypatch.setattr("verbatim.placement.offload.units._MIN_PIECE_BYTES", 1 << 12)
     model = toys.make_toy("llama", tie_word_embeddings=False, vocab_size=4096)
     model.save_pretrained(tmp_path, max_shard_size=model.lm_head.weight.nbytes)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
@@ -938,19 +937,22 @@ def test_a_file_of_nothing_but_a_head_in_pieces_is_found_out_when_it_changes(
             llm.generate([[5, 6]], GREEDY)
 
 
-def test_rows_that_are_drawn_a_few_at_a_time_are_the_same(
+def test_sampling_few_rows_at_a_time_gives_same_tokens(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folders("llama")
     expected = resident_facts(folder)
     with offloaded(folder) as llm:
         runner: Any = llm.engine.runner
+        of_a_row = runner.plan.memory["logits"] // runner.vocab_size
         for at_once in (1, 2, 5):
-            monkeypatch.setattr(runner, "_rows_at_once", lambda rows, n=at_once: n)
+            monkeypatch.setattr(
+                "verbatim.placement.offload.runner._SAMPLING_BYTES", of_a_row // at_once
+            )
             assert mixed_facts(llm) == expected
 
 
-def test_ctrl_c_in_the_middle_of_a_lookup_is_a_keyboard_interrupt(
+def test_ctrl_c_during_embedding_lookup_raises_keyboard_interrupt(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = resident_facts(folders("llama"), 4)
@@ -993,7 +995,7 @@ threading.Thread(target=speak_later).start()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_threads_and_functions_at_exit_generate_when_the_main_thread_has_ended(
+def test_threads_and_atexit_generate_after_main_thread_has_ended(
     name: str, folders: Callable[[str], Path]
 ) -> None:
     first, second = run_program("-W", "ignore", "-c", _AFTER_MAIN, folders(name)).splitlines()

@@ -1,4 +1,4 @@
-"""Offload to a device with memory of its own, which the CPU stands for: copies instead of transfers.
+"""Offload from a device with its own memory, which the CPU simulates: copies replace transfers.
 
 The same on a GPU: `tests/gpu/test_gpu_offload.py`.
 """
@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-import verbatim.llm
+import verbatim.api.llm
 from support import toys
 from support.requests_mixed import mixed_facts, resident_facts
 from verbatim import LLM, Offload, OutOfBlocks
-from verbatim.device import Device
+from verbatim.model.device import Device
 from verbatim.placement.offload.runner import Offloaded
 
-GPU = Device(torch.device("cpu"), batch_invariant=True, apart=True)
+GPU = Device(torch.device("cpu"), batch_invariant=True, is_separate=True)
 PLACES: list[dict[str, Any]] = [
     dict(gpu="300MB", cpu="300MB"),
     dict(weights=(0, 100, 0), overlap=False),
@@ -30,16 +30,16 @@ PLACES: list[dict[str, Any]] = [
 
 
 def offloaded(monkeypatch: pytest.MonkeyPatch, folder: Path, **settings: Any) -> LLM:
-    """Open a model on the device that the CPU stands for."""
+    """Open a model on the simulated device."""
     kv_memory = settings.pop("kv_memory", "20MB")
     offload = Offload(**dict(batch_size=3, micro_batches=2, policy=None) | settings)
     with monkeypatch.context() as patch:
-        patch.setattr(verbatim.llm, "resolve_device", lambda *_: GPU)
+        patch.setattr(verbatim.api.llm, "resolve_device", lambda *_: GPU)
         return LLM(folder, dtype="float32", max_length=200, kv_memory=kv_memory, placement=offload)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "lfm2"])
-def test_every_placement_gives_the_tokens_of_the_resident_model(
+def test_every_placement_gives_tokens_of_resident_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     toys.make_toy(name).save_pretrained(tmp_path)
@@ -63,7 +63,7 @@ def _check_memory(runner: Any) -> None:
     for slot in weights.units.slots:
         in_place = slot.parameter.untyped_storage().nbytes() >= slot.nbytes
         assert in_place == (slot.tier == "gpu"), (slot.name, slot.tier)
-        assert (slot.held is None) == (slot.tier == "disk"), (slot.name, slot.tier)
+        assert (slot.data is None) == (slot.tier == "disk"), (slot.name, slot.tier)
     sizes = runner.store.bytes_by_tier()
     assert sum(t.nbytes for t in runner.store.tensors) == sizes["gpu"]
     assert sum(sizes.values()) == runner.store.num_blocks * runner.block_size * sum(
@@ -85,7 +85,9 @@ def test_weights_are_copied_once_for_all_micro_batches(
         assert copied == a_forward * (runner.num_forwards - forwards)
 
 
-def test_updates_and_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_and_sleep_give_tokens_of_resident_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     toys.make_toy("llama", seed=1).save_pretrained(tmp_path / "new")
     toys.make_toy("llama").save_pretrained(tmp_path / "old")
     new = toys.make_toy("llama", seed=1).state_dict()
@@ -95,12 +97,12 @@ def test_updates_and_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         llm.update_weights(new)
         assert mixed_facts(llm, 6) == expected
         llm.sleep(weights=True)
-        assert all(slot.held is None for slot in llm.engine.runner.weights.units.slots)  # type: ignore[attr-defined]
+        assert all(slot.data is None for slot in llm.engine.runner.weights.units.slots)  # type: ignore[attr-defined]
         llm.wake()
         assert mixed_facts(llm, 6) == expected
 
 
-def test_a_budget_for_the_device_moves_weights_to_ram_and_then_to_the_disk(
+def test_smaller_budgets_move_weights_to_ram_and_then_to_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     toys.make_toy(

@@ -1,4 +1,4 @@
-"""Offloaded experts: only those that tokens choose are read, and no token depends on which are held."""
+"""Offloaded experts: only routed experts are read, and tokens do not depend on which are cached."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from verbatim.weights.opening import open_files
 
 ON_DISK = dict(weights=(0, 0, 100), batch_size=3, micro_batches=2)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
-# One of each form: stacked one by one, stored transposed with biases, one matrix below the other,
-# stored stacked, with experts that have no weights.
+# One model of each storage form: a tensor per expert, transposed with biases, concatenated by rows,
+# stacked, and with experts that have no weights.
 FORMS = ("qwen3_moe", "gpt_oss", "dbrx", "granitemoe", "longcat_flash")
 
 
@@ -73,7 +73,7 @@ def opened(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Units
 def cache_for(
     folder: Path, slots: int | float, ahead: bool = False
 ) -> tuple[list[Any], ExpertCache]:
-    """Return the layers of experts of a model, and a cache of so many slots, or such a share of them."""
+    """Return a model's layers of experts and a cache; `slots` is a number, or a share of all experts."""
     layers: Any = opened(folder)[1].experts
     if isinstance(slots, float):
         slots = int(slots * sum(layer.count for layer in layers))
@@ -81,24 +81,24 @@ def cache_for(
 
 
 def run_every_expert(layer: Any) -> None:
-    """Let a layer run with 64 rows for each of its experts."""
+    """Run a layer with 64 rows for each of its experts."""
     rows = torch.zeros(64 * layer.count, 64)
     layer.module.expert_share.run(layer.module, rows, [64] * layer.count)
 
 
 def reads_asked_of(cache: ExpertCache) -> list[int]:
-    """Return a list of the numbers of the layers for which experts are read from now on."""
-    asked, plain = [], cache.read
+    """Return a list that collects the layer number of every expert read from now on."""
+    layer_numbers, plain = [], cache.read
 
     def read(layer: Any, *args: Any) -> Any:
-        asked.append(layer.number)
+        layer_numbers.append(layer.number)
         return plain(layer, *args)
 
     cache.read = read  # type: ignore[method-assign]
-    return asked
+    return layer_numbers
 
 
-# ---- no token depends on it
+# ---- same tokens
 
 
 @parametrize_combinations(
@@ -106,7 +106,7 @@ def reads_asked_of(cache: ExpertCache) -> list[int]:
     quantization=[None, "int8", "int4"],
     settings=[{}, {"overlap": False}, {"weights": (30, 40, 30)}, {"weights": (60, 20, 20)}],
 )
-def test_tokens_are_those_of_the_model_in_memory(
+def test_offloaded_experts_give_tokens_of_resident_model(
     name: str, quantization: str | None, settings: dict[str, Any], moe: Callable[[str], Path]
 ) -> None:
     with offloaded(moe(name), quantization=quantization, **settings) as llm:
@@ -117,18 +117,18 @@ def test_tokens_are_those_of_the_model_in_memory(
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_single_slot_is_enough(
+def test_cache_of_one_expert_gives_same_tokens(
     overlap: bool, moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = resident_facts(moe("qwen3_moe"), 9)
-    monkeypatch.setattr(ExpertCache, "_share_out", _with_slots(1))
+    monkeypatch.setattr(ExpertCache, "_divide_memory", _with_slots(1))
     with offloaded(moe("qwen3_moe"), overlap=overlap) as llm:
         assert cache_of(llm).capacity == 1
         assert mixed_facts(llm, 9) == expected
 
 
 def _with_slots(count: int) -> Any:
-    plain = ExpertCache._share_out
+    plain = ExpertCache._divide_memory
 
     def share_out(self: ExpertCache, layers: Any, nbytes: int) -> Any:
         return plain(self, layers, count * layers[0].expert_bytes)
@@ -136,7 +136,9 @@ def _with_slots(count: int) -> Any:
     return share_out
 
 
-def test_without_kernels(moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_experts_without_kernels_give_same_tokens(
+    moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels, "library", lambda: None)
     with LLM(moe("qwen3_moe"), max_length=200) as llm:
         expected = mixed_facts(llm, 5)
@@ -145,10 +147,10 @@ def test_without_kernels(moe: Callable[[str], Path], monkeypatch: pytest.MonkeyP
         assert "no compiled kernels" in next(iter(llm.info()["experts"]))
 
 
-# ---- what is read
+# ---- reads
 
 
-def test_only_chosen_experts_are_read_and_only_once(moe: Callable[[str], Path]) -> None:
+def test_only_routed_experts_are_read_and_only_once(moe: Callable[[str], Path]) -> None:
     _, units = opened(moe("qwen3_moe"))
     layer = units.experts[0]
     each = layer.expert_bytes
@@ -173,46 +175,46 @@ def test_only_chosen_experts_are_read_and_only_once(moe: Callable[[str], Path]) 
     cache.close()
 
 
-def test_experts_used_often_stay(moe: Callable[[str], Path]) -> None:
-    """Under a memory for a quarter of the experts, popular ones are not read again and again."""
+def test_frequently_used_experts_stay_cached(moe: Callable[[str], Path]) -> None:
+    """With memory for a quarter of the experts, frequently used ones are rarely read again."""
     layers, cache = cache_for(moe("qwen3_moe"), 0.25)
     noise = np.random.default_rng(0)
     popular = np.array([0.35, 0.35, *[0.05] * 6])
-    asked, steps = reads_asked_of(cache), 60
+    reads, steps = reads_asked_of(cache), 60
     for _ in range(steps):
         for layer in layers:
             counts = np.zeros(layer.count, dtype=int)
             counts[noise.choice(layer.count, 2, replace=False, p=popular)] = 1
             layer.module.expert_share.run(layer.module, torch.zeros(2, 64), counts)
-    assert len(asked) < 0.6 * 2 * steps * len(layers)  # chance alone would leave three quarters
+    assert len(reads) < 0.6 * 2 * steps * len(layers)  # random eviction would read three quarters
     cache.close()
 
 
-def test_all_experts_in_turn_leave_in_memory_what_was_there(moe: Callable[[str], Path]) -> None:
-    """Where every step uses every expert, the oldest is the next to be used, and must not be evicted."""
+def test_cyclic_use_of_all_experts_keeps_cached_ones(moe: Callable[[str], Path]) -> None:
+    """If every step uses every expert, the oldest one is needed next and must not be evicted."""
     layers, cache = cache_for(moe("qwen3_moe"), 0.75)
-    asked = reads_asked_of(cache)
+    reads = reads_asked_of(cache)
     for step in range(6):
         if step == 3:
-            asked.clear()
+            reads.clear()
         for layer in layers:
             run_every_expert(layer)
     total = sum(layer.count for layer in layers)
-    assert len(asked) / 3 <= 0.45 * total  # evicting the oldest would read all of them
+    assert len(reads) / 3 <= 0.45 * total  # evicting the oldest would read all of them
     cache.close()
 
 
-def test_experts_of_the_next_layer_are_read_ahead(moe: Callable[[str], Path]) -> None:
+def test_experts_of_next_layer_are_prefetched(moe: Callable[[str], Path]) -> None:
     layers, cache = cache_for(
         moe("qwen3_moe"), 2 * opened(moe("qwen3_moe"))[1].experts[0].count, True
     )
-    asked = reads_asked_of(cache)
+    reads = reads_asked_of(cache)
     for _ in range(3):
         found = []
         for layer in layers:
-            asked.clear()
+            reads.clear()
             run_every_expert(layer)
-            found.append(set(asked))
+            found.append(set(reads))
     assert any(found)
     assert all(read <= {(number + 1) % len(layers)} for number, read in enumerate(found))
     cache.close()
@@ -220,7 +222,7 @@ def test_experts_of_the_next_layer_are_read_ahead(moe: Callable[[str], Path]) ->
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_expert_is_cut_from_every_form(
+def test_single_expert_is_sliced_from_every_storage_form(
     name: str, dtype: torch.dtype, moe: Callable[[str], Path]
 ) -> None:
     _, units = opened(moe(name), dtype)
@@ -233,21 +235,21 @@ def test_one_expert_is_cut_from_every_form(
             assert torch.equal(
                 materialize(lazy, read_whole), whole[expert * rows : (expert + 1) * rows]
             )
-            made = [materialize(piece, read_whole).flatten() for piece in pieces_of(lazy)]
+            pieces = [materialize(piece, read_whole).flatten() for piece in pieces_of(lazy)]
             assert torch.equal(
-                torch.cat(made), whole[expert * rows : (expert + 1) * rows].flatten()
+                torch.cat(pieces), whole[expert * rows : (expert + 1) * rows].flatten()
             )
 
 
-def test_what_cannot_be_cut_is_said() -> None:
+def test_rows_of_a_transposed_tensor_cannot_be_sliced() -> None:
     stored = Computed(torch.ops.aten.t.default, (torch.zeros(2, 2),), {}, None)
     assert rows_of(stored, 0, 1) is None
 
 
-# ---- memory, errors, what is said
+# ---- memory, errors and reports
 
 
-def test_the_budget_holds_hot_experts(moe: Callable[[str], Path]) -> None:
+def test_larger_budget_caches_more_experts(moe: Callable[[str], Path]) -> None:
     held = []
     for gpu in ("900KB", "1100KB", "1400KB"):
         placement = Offload(gpu=gpu, policy=None, workload=(16, 8))
@@ -255,8 +257,8 @@ def test_the_budget_holds_hot_experts(moe: Callable[[str], Path]) -> None:
             plan, cache = llm.info()["plan"], cache_of(llm)
             assert plan["memory_bytes"] <= plan["budget"]
             assert cache.nbytes <= plan["memory"]["experts"]
-            said = f"read when chosen, {cache.capacity} of {cache.num_experts} held in memory"
-            assert said in next(iter(llm.info()["experts"]))
+            report = f"read when chosen, {cache.capacity} of {cache.num_experts} held in memory"
+            assert report in next(iter(llm.info()["experts"]))
             held.append(cache.capacity)
             llm.generate([[5, 6, 7]] * 4, GREEDY)
             stats = llm.stats()["offload"]
@@ -267,10 +269,10 @@ def test_the_budget_holds_hot_experts(moe: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize("quantization", [None, "int4"])
-def test_a_model_that_fits_reads_nothing(
+def test_model_that_fits_in_memory_has_no_expert_cache(
     quantization: str | None, moe: Callable[[str], Path]
 ) -> None:
-    """Nor are its quantized experts unpacked."""
+    """Its quantized experts are not unpacked, either."""
     expected = resident_facts(moe("qwen3_moe"), 9, quantization=quantization)
     for settings in ({"weights": (100, 0, 0)}, {"weights": None}):
         with offloaded(moe("qwen3_moe"), quantization=quantization, **settings) as llm:
@@ -286,7 +288,7 @@ def test_a_model_that_fits_reads_nothing(
         assert all(b.untyped_storage().nbytes() <= 4 for b in held)
 
 
-def test_close_gives_the_memory_back(moe: Callable[[str], Path]) -> None:
+def test_close_frees_the_expert_cache(moe: Callable[[str], Path]) -> None:
     llm = offloaded(moe("qwen3_moe"))
     llm.generate([[5, 6, 7]] * 4, GREEDY)
     memory = [weakref.ref(t) for t in cache_of(llm).layers[0].pool._memory.values()]
@@ -295,8 +297,8 @@ def test_close_gives_the_memory_back(moe: Callable[[str], Path]) -> None:
     assert all(ref() is None for ref in memory)
 
 
-def test_reading_ahead_takes_nothing_from_the_layer_that_runs(moe: Callable[[str], Path]) -> None:
-    """With fewer slots than a layer has experts, reads are those without reading ahead."""
+def test_prefetch_does_not_evict_experts_of_the_running_layer(moe: Callable[[str], Path]) -> None:
+    """With fewer slots than experts per layer, prefetching does not increase reads."""
     read = {}
     for ahead in (False, True):
         layers, cache = cache_for(moe("qwen3_moe"), 4, ahead)
@@ -312,7 +314,7 @@ def test_reading_ahead_takes_nothing_from_the_layer_that_runs(moe: Callable[[str
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_waiting_for_experts_counts_as_loading(
+def test_waiting_for_experts_counts_as_load_time(
     overlap: bool, moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = DirectFile.read
@@ -332,20 +334,20 @@ def test_waiting_for_experts_counts_as_loading(
         assert 0 <= found.compute_s <= seconds("compute weights") + seconds("make weights") - waited
 
 
-def test_other_parameters_of_an_experts_module_are_lent_with_their_layer(
+def test_other_parameters_of_experts_module_are_shared_by_cache(
     moe: Callable[[str], Path],
 ) -> None:
     _, units = opened(moe("qwen3_moe"))
     layer = units.experts[0]
     layer.module.post_expert_norm = torch.nn.RMSNorm(64)
     cache = ExpertCache(units.experts, 1, False, Trace(), OpenFiles())
-    held: Any = cache.layers[0].held
+    held: Any = cache.layers[0].local_experts
     assert held.post_expert_norm.weight is layer.module.post_expert_norm.weight  # type: ignore
     cache.close()
 
 
 @pytest.mark.slow
-def test_a_read_that_could_not_begin_leaves_no_expert_behind(
+def test_failed_expert_read_leaves_cache_consistent(
     moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with offloaded(moe("qwen3_moe")) as llm:
@@ -366,13 +368,13 @@ def test_a_read_that_could_not_begin_leaves_no_expert_behind(
             assert mixed_facts(llm, 9) == expected
 
 
-def test_files_are_closed_where_the_cache_can_not_be_made(
+def test_files_are_closed_when_the_expert_cache_fails_to_open(
     moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: Any, **__: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(ExpertCache, "_share_out", failing)
+    monkeypatch.setattr(ExpertCache, "_divide_memory", failing)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(MemoryError):
@@ -381,7 +383,7 @@ def test_files_are_closed_where_the_cache_can_not_be_made(
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_an_expert_that_cannot_be_read_ends_the_engine(
+def test_expert_read_error_raises_tier_failed(
     overlap: bool, moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = offloaded(moe("qwen3_moe"), overlap=overlap)
@@ -397,7 +399,7 @@ def test_an_expert_that_cannot_be_read_ends_the_engine(
     assert not any("expert_share" in layer.__dict__ for layer in module.modules())
 
 
-def test_ctrl_c_while_experts_are_read(
+def test_ctrl_c_while_experts_run_leaves_cache_consistent(
     moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with offloaded(moe("qwen3_moe")) as llm:
@@ -419,7 +421,7 @@ def test_ctrl_c_while_experts_are_read(
 
 
 @pytest.mark.slow
-def test_logits_do_not_pile_up_until_garbage_is_collected(moe: Callable[[str], Path]) -> None:
+def test_logits_are_freed_without_garbage_collection(moe: Callable[[str], Path]) -> None:
     with offloaded(moe("qwen3_moe")) as llm:
         runner: Any = llm.engine.runner
         plain, size = runner.forward, runner.vocab_size
@@ -440,8 +442,8 @@ def test_logits_do_not_pile_up_until_garbage_is_collected(moe: Callable[[str], P
     assert max(found[6:]) <= max(found[:3])
 
 
-def test_rows_and_entries_of_matrices_that_are_stored_in_columns() -> None:
-    """As ranks save them: a row is then no stored row, and a matrix no concatenation of parts."""
+def test_rows_of_column_sharded_matrices_cannot_be_read() -> None:
+    """As ranks save them: a row is not contiguous in a file, and a matrix is no concatenation by rows."""
     parts = [traced(Stored(name, Path("x"), 0, 24, torch.float32, (3, 2))) for name in ("a", "b")]
     columns, rows = torch.cat(parts, 1).lazy, torch.cat(parts).lazy
     assert rows_can_be_read(rows) and not rows_can_be_read(columns)

@@ -1,4 +1,4 @@
-"""K, V and hidden states that leave memory: the same words, whatever happens on the way."""
+"""Offloaded KV cache and hidden states give the same tokens, also after faults and interrupts."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from verbatim import LLM, Offload, SamplingParams, TierFailed
 from verbatim.batch import AttentionBatch, Batch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.store import KVStore, LayerShape
-from verbatim.placement.offload.kv import TieredKVStore, assign_tiers
-from verbatim.placement.offload.kv_disk import DiskLayer
-from verbatim.placement.offload.schedule import HiddenStates, Part
+from verbatim.placement.offload.choice import assign_tiers
+from verbatim.placement.offload.kv import DiskLayer, TieredKVStore
+from verbatim.placement.offload.schedule import HiddenStates, SuspendedForward
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.sparse import top_k_attention
 from verbatim.placement.offload.stream import Readers, Ring, Use
 from verbatim.placement.offload.trace import Trace
-from verbatim.weights.files import PAGE
+from verbatim.weights.files import PAGE, bytes_of
 
 KV = ((100, 0, 0), (0, 100, 0), (0, 0, 100), (30, 40, 30))
 ACTIVATIONS = ((0, 0, 100), (100, 0, 0), (0, 100, 0), (30, 40, 30))
@@ -52,7 +52,7 @@ SHAPE = LayerShape(2, 8, 8)
 
 @pytest.fixture
 def no_thread_left() -> Iterator[None]:
-    before = threading.enumerate()  # of other tests' engines, which are not collected yet
+    before = threading.enumerate()  # including those of other tests' engines, not collected yet
     yield
     left = set(threading.enumerate()).difference(before)
     assert not [thread.name for thread in left if thread.name.startswith("verbatim")]
@@ -60,7 +60,7 @@ def no_thread_left() -> Iterator[None]:
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads and writes that take an odd while, so that what is not waited for is seen."""
+    """Delay reads and writes at random, so that a missing wait shows."""
     chance = random.Random(0)
     for name in ("read", "write_from"):
         plain = getattr(Scratch, name)
@@ -73,7 +73,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def offloaded(folder: Path, *, micro_tokens: int = 13, **settings: Any) -> LLM:
-    """An LLM whose micro-batches have few rows, so that prompts are cut."""
+    """Open an LLM with micro-batches of few rows, so that prompts are split."""
     engine = {"dtype": "float32", "kv_memory": 190_000, "max_batch_tokens": 60, "max_length": 200}
     engine |= {k: settings.pop(k) for k in (*engine, "kv_dtype") if k in settings}
     settings = {"weights": (0, 0, 100), "batch_size": 2, "micro_batches": 2} | settings
@@ -91,7 +91,7 @@ def on_disk(
     block_size: int = 4,
     overlap: bool = True,
 ) -> TieredKVStore:
-    """Return a store of one layer, which is on the disk."""
+    """Return a store of one layer, on the disk."""
     settings: dict[str, Any] = dict(percents=(0, 0, 100), groups=[[0]], overlap=overlap)
     size = num_blocks, block_size, torch.float32, CPU
     return TieredKVStore([shape], *size, scratch=scratch, trace=Trace(), **settings)
@@ -119,7 +119,7 @@ MATRIX = [
         ),
     ],
 )
-def test_kv_and_hidden_states_on_any_tier_give_the_same_words(
+def test_kv_cache_and_hidden_states_on_any_tier_give_same_tokens(
     name: str,
     dtype: str,
     cases: list[dict[str, Any]],
@@ -143,7 +143,9 @@ def test_kv_and_hidden_states_on_any_tier_give_the_same_words(
     assert preempted, "the memory for K and V is too large to show evictions"
 
 
-def test_prefixes_and_sleep(folders: Callable[[str], Path], no_thread_left: None) -> None:
+def test_prefixes_on_disk_are_cached_until_sleep(
+    folders: Callable[[str], Path], no_thread_left: None
+) -> None:
     prompt = toys.random_ids(40, 1)
     with LLM(folders("mistral"), dtype="float32") as llm:
         expected = facts(llm.generate([prompt], GREEDY)[0])
@@ -160,7 +162,7 @@ def test_prefixes_and_sleep(folders: Callable[[str], Path], no_thread_left: None
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_ctrl_c_within_forwards_changes_no_word(
+def test_ctrl_c_during_forwards_does_not_change_tokens(
     overlap: bool,
     folders: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -171,8 +173,8 @@ def test_ctrl_c_within_forwards_changes_no_word(
     settings: dict[str, Any] = dict(kv=(0, 0, 100), activations=(0, 0, 100), overlap=overlap)
     with offloaded(folders("gpt2"), **settings) as llm, monkeypatch.context() as patch:
         for owner, *calls in (
-            (Ring, "follow", "reserve", "take", "give_back", "finish", "drop", "_fill"),
-            (HiddenStates, "send", "bring"),
+            (Ring, "follow", "reserve", "take", "release", "finish", "drop", "_fill"),
+            (HiddenStates, "evict", "restore"),
             (TieredKVStore, "copy_blocks"),
             (DiskLayer, "views", "load", "save"),
         ):
@@ -182,7 +184,7 @@ def test_ctrl_c_within_forwards_changes_no_word(
     assert raised > 5
 
 
-def test_timings_without_overlap_are_all_of_a_forward(folders: Callable[[str], Path]) -> None:
+def test_timings_without_overlap_are_positive(folders: Callable[[str], Path]) -> None:
     with offloaded(folders("gpt2"), kv=(0, 0, 100), activations=(0, 0, 100), overlap=False) as llm:
         mixed_facts(llm, 12)
         found, seconds = llm.engine.runner.timings(), llm.engine.runner.trace.seconds
@@ -190,13 +192,11 @@ def test_timings_without_overlap_are_all_of_a_forward(folders: Callable[[str], P
         assert seconds("wait K and V") > 0 and seconds("store K and V") > 0
 
 
-def test_whole_pages_go_past_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_pages_bypass_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scratch = Scratch(tmp_path, None)
     if scratch._direct < 0:
         pytest.skip("the file system of the temporary folder has no direct reads")
-    shape = LayerShape(2, 64, 64)  # 16 positions of it in float32 are two pages
+    shape = LayerShape(2, 64, 64)  # 16 positions in float32 take two pages
     store = on_disk(scratch, shape, block_size=16, overlap=False)
     used: set[int] = set()
     for name in ("preadv", "pwritev"):
@@ -209,7 +209,7 @@ def test_whole_pages_go_past_the_page_cache(
     scratch.close()
 
 
-def test_layers_are_dealt_out_evenly() -> None:
+def test_tiers_are_spread_evenly_over_layers() -> None:
     tiers = assign_tiers([10] * 20, (30, 40, 30))
     assert [tiers.count(t) for t in ("gpu", "cpu", "disk")] == [6, 8, 6]
     for first in range(0, 20, 10):
@@ -217,7 +217,7 @@ def test_layers_are_dealt_out_evenly() -> None:
     assert assign_tiers([3, 5, 7], (0, 0, 100)) == ["disk"] * 3
 
 
-def test_a_store_needs_its_room_at_once(tmp_path: Path) -> None:
+def test_store_beyond_disk_limit_raises_tier_failed(tmp_path: Path) -> None:
     scratch = Scratch(tmp_path, 10_000)
     with pytest.raises(TierFailed, match=r"disk_limit is 10000"):
         on_disk(scratch, num_blocks=400)
@@ -225,7 +225,7 @@ def test_a_store_needs_its_room_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_what_follows_from_another_block_or_micro_batch_waits_for_it(
+def test_dependent_block_copies_and_micro_batches_are_ordered(
     overlap: bool, tmp_path: Path, slow_disk: None, no_thread_left: None
 ) -> None:
     scratch = Scratch(tmp_path, None)
@@ -258,7 +258,7 @@ def test_what_follows_from_another_block_or_micro_batch_waits_for_it(
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: int) -> None:
-    """Let the system call `name` fail on the unnamed file, from the `after`-th time on."""
+    """Make the system call `name` fail on the unnamed file, from the `after`-th call on."""
     plain: Any = getattr(os, name)
     left = itertools.count(after, -1)
 
@@ -276,7 +276,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: int)
     [("preadv", errno.EIO), ("pwritev", errno.ENOSPC), ("pwritev", errno.EIO)],
     ids=["read", "full", "write"],
 )
-def test_a_fault_of_the_disk_is_told_and_leaves_nothing(
+def test_disk_error_is_raised_and_leaves_no_files(
     call: str,
     number: int,
     overlap: bool,
@@ -297,7 +297,7 @@ def test_a_fault_of_the_disk_is_told_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "inline"])
-def test_what_the_last_layer_could_not_write_is_told(
+def test_write_error_of_last_layer_is_raised(
     overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scratch = Scratch(tmp_path, None)
@@ -316,7 +316,7 @@ def test_what_the_last_layer_could_not_write_is_told(
     scratch.close()
 
 
-def test_a_full_disk_is_found_when_the_model_is_opened(
+def test_full_disk_is_detected_at_open(
     folders: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -335,13 +335,13 @@ def test_a_full_disk_is_found_when_the_model_is_opened(
 
 
 class _Waiting:
-    """As much of a `Part` as matters here."""
+    """A stub of `SuspendedForward`."""
 
     def __init__(self, number: int, *args: Any, **kwargs: Any) -> None:
         self.number, self.inputs, self.unit = number, (args, kwargs), None
 
 
-def test_hidden_states_are_freed_and_come_back(tmp_path: Path) -> None:
+def test_hidden_states_are_freed_and_restored(tmp_path: Path) -> None:
     module = torch.nn.Linear(4, 4)
     scratch = Scratch(tmp_path, None)
     trace = Trace()
@@ -352,37 +352,37 @@ def test_hidden_states_are_freed_and_come_back(tmp_path: Path) -> None:
         _Waiting(0, view),
         _Waiting(1, hidden_states=hidden),  # shared
         _Waiting(2, module.weight[None]),
-        _Waiting(3, torch.tensor([4])),  # ids
+        _Waiting(3, torch.tensor([4])),  # token ids
     ]
     for part in parts:
-        away.send(part)
-    assert hidden.untyped_storage().nbytes() == 0 and len(away._away) == 1
+        away.evict(part)
+    assert hidden.untyped_storage().nbytes() == 0 and len(away._moved) == 1
     assert trace.nbytes("write hidden states") == 300
     reserved = scratch.nbytes
     for part in parts:
-        away.bring(part)
+        away.restore(part)
     assert torch.equal(hidden, before) and torch.equal(view, before[1:])
-    broken: Part = _Waiting(0, torch.randn(3, 50))  # type: ignore[assignment]
-    away.send(broken)  # and never brought back: its forward broke off
+    broken: SuspendedForward = _Waiting(0, torch.randn(3, 50))  # type: ignore[assignment]
+    away.evict(broken)  # never brought back, as if its forward was aborted
     for _ in range(20):
-        away.send(parts[0])
-        away.bring(parts[0])
+        away.evict(parts[0])
+        away.restore(parts[0])
     assert torch.equal(hidden, before) and scratch.nbytes <= reserved + 2 * PAGE
     assert trace.nbytes("read hidden states") == 21 * 300
     scratch.close()
 
 
-def test_the_tensors_of_a_module_are_looked_at_once_for_all_that_wait(
+def test_module_tensors_are_listed_once_for_all_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, scratch, looks = torch.nn.Linear(4, 4), Scratch(tmp_path, None), []
+    module, scratch, calls = torch.nn.Linear(4, 4), Scratch(tmp_path, None), []
     buffers = module.buffers
-    monkeypatch.setattr(module, "buffers", lambda: (looks.append(0), buffers())[1])
+    monkeypatch.setattr(module, "buffers", lambda: (calls.append(0), buffers())[1])
     away: Any = HiddenStates(module, (0, 0, 100), scratch, Trace())
     for _ in range(2):
         for number in range(5):
-            away.send(_Waiting(number, torch.randn(3, 50)))
-    assert len(looks) == 2
+            away.evict(_Waiting(number, torch.randn(3, 50)))
+    assert len(calls) == 2
     scratch.close()
 
 
@@ -392,17 +392,17 @@ def test_the_tensors_of_a_module_are_looked_at_once_for_all_that_wait(
 def one_sequence(
     store: KVStore, length: int, options: AttentionOptions, top_k: int, cuts: Any
 ) -> Any:
-    """Attention of all rows of one sequence, in pieces that end at `cuts`."""
-    numbers = torch.Generator().manual_seed(1)
+    """Compute the attention of all rows of a sequence, in chunks that end at `cuts`."""
+    generator = torch.Generator().manual_seed(1)
     shape = store.tensors[0].shape
-    q = torch.randn(length, 4, 8, generator=numbers)
-    k, v = (torch.randn(length, shape[1], 8, generator=numbers) for _ in range(2))
+    q = torch.randn(length, 4, 8, generator=generator)
+    k, v = (torch.randn(length, shape[1], 8, generator=generator) for _ in range(2))
     k[5] = k[3]  # a tie
     table = torch.tensor([[3, 1, 2, 5, 4, 7, 6, 9, 8, 10][: -(-length // 16)]], dtype=torch.int32)
     positions = torch.arange(length)
     slots = table[0, positions // 16].long() * 16 + positions % 16
     store.write(0, k, v, slots)
-    found = [
+    outputs = [
         top_k_attention(
             store,
             0,
@@ -417,7 +417,7 @@ def one_sequence(
         )
         for begin, end in itertools.pairwise([0, *cuts, length])
     ]
-    return torch.cat(found), q, k, v
+    return torch.cat(outputs), q, k, v
 
 
 @pytest.mark.parametrize(
@@ -430,22 +430,22 @@ def one_sequence(
     ],
     ids=["plain", "window", "softcap-sinks", "alibi"],
 )
-def test_sparse_attention_is_that_of_the_likeliest_keys(options: AttentionOptions) -> None:
+def test_sparse_attention_equals_attention_over_top_k_keys(options: AttentionOptions) -> None:
     store, length, top_k = KVStore([SHAPE], 12, 16, torch.float32, CPU), 150, 7
     poison(store, range(12))
     found, q, k, v = one_sequence(store, length, options, top_k, [])
-    places = torch.arange(length)
+    positions = torch.arange(length)
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * options.scale
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     if options.alibi is not None:
-        scores = scores + options.alibi[:, None, None] * (places - places[:, None])
-    seen = places <= places[:, None]
+        scores = scores + options.alibi[:, None, None] * (positions - positions[:, None])
+    visible = positions <= positions[:, None]
     if options.window:
-        seen = seen & (places[:, None] - places < options.window)
-    scores = torch.where(seen, scores, -torch.inf)
+        visible = visible & (positions[:, None] - positions < options.window)
+    scores = torch.where(visible, scores, -torch.inf)
     chosen = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
-    mask = torch.zeros_like(scores).scatter(-1, chosen, 1.0).bool() & seen
+    mask = torch.zeros_like(scores).scatter(-1, chosen, 1.0).bool() & visible
     scores = torch.where(mask, scores, -torch.inf)
     if options.sinks is not None:
         scores = torch.cat([scores, options.sinks[:, None, None].expand(-1, length, 1)], -1)
@@ -459,7 +459,7 @@ def test_sparse_attention_is_that_of_the_likeliest_keys(options: AttentionOption
     assert torch.equal(whole, many) and not torch.equal(whole, found)
 
 
-def test_rows_that_all_see_more_keys_have_no_exact_attention(
+def test_chunks_with_more_than_top_k_keys_skip_exact_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     exact: Any = KVStore.attend
@@ -476,7 +476,7 @@ def test_rows_that_all_see_more_keys_have_no_exact_attention(
 
 
 @pytest.mark.slow
-def test_a_sparse_model_says_so_and_has_the_same_words_in_every_schedule(
+def test_sparse_model_is_reported_and_gives_same_tokens_in_any_schedule(
     folders: Callable[[str], Path],
 ) -> None:
     exact = resident_facts(folders("gemma2"), 12)
@@ -491,10 +491,10 @@ def test_a_sparse_model_says_so_and_has_the_same_words_in_every_schedule(
             found.append(mixed_facts(llm, 12))
     assert found[0] == found[1] == found[2] != exact
     with offloaded(folders("gemma2"), kv_dtype="int4", kv=(0, 0, 100), attention_top_k=4) as llm:
-        assert mixed_facts(llm, 12) != found[0]  # K and V are others, and nothing breaks
+        assert mixed_facts(llm, 12) != found[0]  # K and V differ
 
 
-def test_what_a_job_raises_is_kept_and_ends_no_thread() -> None:
+def test_job_exceptions_are_stored_and_end_no_thread() -> None:
     readers = Readers(2, "verbatim-test")
     first, second = readers.submit(lambda: 1 / 0), readers.submit(int, "2")  # type: ignore[arg-type,return-value]
     assert isinstance(first.exception(), ZeroDivisionError) and second.result() == 2
@@ -510,12 +510,13 @@ def test_what_a_job_raises_is_kept_and_ends_no_thread() -> None:
     readers.shutdown()
 
 
-def test_what_is_used_once_more_is_read_again_only_when_it_was_written_again() -> None:
+def test_ring_rereads_memory_after_its_latest_write() -> None:
     file = bytearray(PAGE)
 
-    def move(memory: memoryview, *, write: bool) -> int:
-        file[:] = memory if write else file
-        memory[:] = file
+    def move(memory: torch.Tensor, *, write: bool) -> int:
+        view = bytes_of(memory)
+        file[:] = view if write else file
+        view[:] = file
         return PAGE
 
     ring = Ring("K and V", 1, Trace())
@@ -528,7 +529,7 @@ def test_what_is_used_once_more_is_read_again_only_when_it_was_written_again() -
             memory = ring.take(use)
             assert memory.eq(number).all(), number
             memory.fill_(number + 1)
-            ring.give_back(partial(move, write=True))
+            ring.release(partial(move, write=True))
         ring.finish()
     finally:
         ring.close()

@@ -1,4 +1,4 @@
-"""An offloaded model stays within its budget, and gives it back."""
+"""An offloaded model stays within its memory budget, and frees it on close."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ print(json.dumps(dict(peak=peak - base, after=memory("VmRSS") - base, read=read,
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """About 600 MB in bfloat16."""
+    """A checkpoint of about 600 MB in bfloat16."""
     folder = tmp_path_factory.mktemp("checkpoint")
     run_program("-c", CHECKPOINT, folder)
     return folder
@@ -84,15 +84,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["auto", "kv-on-disk", "all-on-disk", "converted"],
 )
-def test_the_peak_stays_within_the_budget(settings: str, checkpoint: Path, tmp_path: Path) -> None:
-    said = run_program("-c", RUN, checkpoint, BUDGET, tmp_path, settings)
-    found = json.loads(said.splitlines()[-1])
+def test_peak_memory_stays_within_budget(settings: str, checkpoint: Path, tmp_path: Path) -> None:
+    output = run_program("-c", RUN, checkpoint, BUDGET, tmp_path, settings)
+    found = json.loads(output.splitlines()[-1])
     assert found["weights"] > 3 * BUDGET
     assert found["peak"] <= 1.15 * BUDGET
-    assert (
-        found["after"] <= 0.25 * BUDGET
-    )  # modules that were imported on the way, the skeleton's configs
+    assert found["after"] <= 0.25 * BUDGET  # imported modules, the skeleton's configs
     assert found["files"] == 0 and found["threads"] == []
-    # What was not in memory came from the disk, in each forward, past the page cache.
+    # In each forward, weights outside the budget are read from disk, past the page cache.
     stored = found["weights"] // (2 if "float32" in settings else 1)
     assert found["read"] >= (stored - BUDGET) * found["forwards"]

@@ -1,4 +1,4 @@
-"""The policy of offloading: what it chooses, what it keeps to, what it predicts."""
+"""The offload policy: its choices, its limits and its predictions."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from support.programs import resident_bytes
 from support.requests_mixed import facts, mixed_requests
 from support.toys import RECURRENT_FAMILIES, RECURRENT_TOYS, TOYS, make_toy
 from verbatim import LLM, InvalidRequest, Offload
-from verbatim.device import Device
+from verbatim.common.heap import Heap
 from verbatim.errors import OutOfBlocks, TierFailed
-from verbatim.heap import Heap
 from verbatim.kv.store import bytes_per_token
+from verbatim.model.device import Device
 from verbatim.placement.offload import cost
-from verbatim.placement.offload import forecast as forecasts
 from verbatim.placement.offload import machine as machines
-from verbatim.placement.offload.cost import Forecast, Load, Prediction
+from verbatim.placement.offload import planner as planners
+from verbatim.placement.offload.cost import Forecast, Load, Plan, Prediction
 from verbatim.placement.offload.machine import NOMINAL, Machine, measure
-from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.planner import Planner
-from verbatim.placement.offload.report import amount, compared
+from verbatim.placement.offload.report import amount, comparison_table
 from verbatim.placement.offload.shape import ModelShape, SlotShape, UnitShape
 from verbatim.placement.options import EngineOptions, engine_options
+from verbatim.quantization.formats import Quantization
 from verbatim.weights.lazy import sources
 
 GB = 1_000_000_000
@@ -42,10 +42,10 @@ def options(**changes) -> EngineOptions:
 def model(
     layers=28, hidden=2048, inner=6144, vocab=151_936, heads=16, kv_heads=8, *, tied=True, experts=0
 ):
-    """Return the sizes of a decoder of the usual kind in bfloat16; by default 3.4 GB.
+    """Return the sizes of a typical decoder in bfloat16; by default 3.4 GB.
 
     Args:
-        experts: split each MLP into so many, of which a token chooses 8.
+        experts: number of experts that each MLP is split into; each token uses 8.
     """
     slots, units, width = [], [], 128
 
@@ -53,7 +53,8 @@ def model(
         elements = torch.Size(shape).numel()
         nbytes = 2 * elements
         padded = -(-nbytes // PAGE) * PAGE
-        slots.append(SlotShape(nbytes, padded, 0, elements * (len(shape) > 1), of_experts))
+        elements *= len(shape) > 1
+        slots.append(SlotShape(nbytes, padded, elements=elements, of_experts=of_experts))
         return len(slots) - 1
 
     embedding = add(vocab, hidden)
@@ -87,26 +88,26 @@ def planned(shape, machine=NOMINAL, limit=40_960, given=None, **said) -> tuple[P
     return found.plan, found.prediction
 
 
-def test_what_fits_into_memory_stays_there():
+def test_model_that_fits_stays_in_memory():
     plan, prediction = planned(model(), gpu="16GB")
     assert plan.weights == (100, 0, 0) and plan.kv == (100, 0, 0)
     assert prediction.decode.weight_bytes == 0 and "ring" not in plan.memory
     assert prediction.limit == "computing"
     assert plan.reasons[0] == "All weights that a step reads as a whole stay in memory."
-    # K and V take what is left, for longer sequences and for prefixes that are kept.
+    # The KV cache takes the rest, for longer sequences and cached prefixes.
     assert plan.kv_bytes > 0.5 * 16 * GB
 
 
-def test_a_head_larger_than_six_layers_is_kept_rather_than_streamed():
+def test_large_lm_head_is_held_rather_than_streamed():
     shape = model()
     plan, _ = planned(shape, gpu="2GB", workload=(32, 32))
     head = shape.units[-1].slots[0]
     assert plan.tiers[head] == "gpu"
-    assert plan.memory["ring"] < shape.slots[head].nbytes  # which it would be at least, streamed
+    assert plan.memory["ring"] < shape.slots[head].nbytes  # its minimum if the head were streamed
     assert 0 < plan.weights[2] < 100
 
 
-def test_k_and_v_go_to_a_disk_that_is_fast_and_not_to_one_that_is_slow_to_write():
+def test_kv_cache_goes_to_disk_only_if_writes_are_fast():
     fast = replace(NOMINAL, read_rate=2e10, write_rate=2e10)
     slow = replace(NOMINAL, read_rate=2e10, write_rate=2e6)
     assert planned(model(), fast, gpu="1GB")[0].kv[2] > 0
@@ -116,8 +117,8 @@ def test_k_and_v_go_to_a_disk_that_is_fast_and_not_to_one_that_is_slow_to_write(
 @pytest.mark.parametrize(
     ("write_rate", "kept"), [(2e7, "kv"), (1e12, "weights")], ids=["dear KV", "cheap KV"]
 )
-def test_memory_goes_to_what_the_disk_is_slowest_at(write_rate, kept):
-    # 2.35 GB of K and V and 3.4 GB of weights in 4 GB.
+def test_memory_is_given_to_data_with_slowest_disk_access(write_rate, kept):
+    # A KV cache of 2.35 GB and 3.4 GB of weights in 4 GB.
     machine = replace(NOMINAL, read_rate=5e8, write_rate=write_rate)
     plan, _ = planned(model(), machine, gpu="4GB", batch_size=16, micro_batches=2)
     in_memory = {"weights": plan.weights[0], "kv": plan.kv[0]}
@@ -125,8 +126,8 @@ def test_memory_goes_to_what_the_disk_is_slowest_at(write_rate, kept):
     assert next(iter(in_memory.values())) < 50
 
 
-def test_k_and_v_stay_in_memory_where_the_disk_is_not_faster():
-    # K and V on the disk would be predicted to be faster by less than the model leaves out.
+def test_kv_cache_stays_in_memory_unless_disk_is_clearly_faster():
+    # The predicted gain of a KV cache on disk is smaller than the error of the prediction.
     shape = model(layers=40, hidden=768, inner=2304, vocab=8192, heads=8, kv_heads=2, tied=False)
     plan, _ = planned(
         shape, given=options(max_sequences=4), gpu="250MB", limit=64, workload=(12, 24)
@@ -134,7 +135,7 @@ def test_k_and_v_stay_in_memory_where_the_disk_is_not_faster():
     assert plan.kv[2] == 0 and plan.weights[2] > 0
 
 
-def test_two_budgets_that_hold_everything_leave_the_disk_alone_and_fill_the_gpu_first():
+def test_sufficient_budgets_use_no_disk_and_fill_the_gpu_first():
     plan, _ = planned(model(), gpu="3GB", cpu="5GB", workload=(32, 32))
     assert set(plan.tiers) == {"gpu", "cpu"} and plan.weights[2] == 0
     buffers = sum(plan.memory.get(kind, 0) for kind in ("computation", "logits", "slack", "ring"))
@@ -146,7 +147,7 @@ def test_two_budgets_that_hold_everything_leave_the_disk_alone_and_fill_the_gpu_
 
 @pytest.mark.parametrize("experts", [0, 64], ids=["dense", "experts"])
 @pytest.mark.parametrize("budget", [4, 8])
-def test_no_given_share_of_k_and_v_is_predicted_to_be_faster(budget, experts):
+def test_no_given_kv_share_is_predicted_faster_than_the_chosen_one(budget, experts):
     shape = model(layers=24, inner=25_600, experts=experts, kv_heads=4)
     free = planned(shape, gpu=budget * GB)[1].tokens_per_s
     for kv in ((100, 0, 0), (50, 0, 50), (0, 0, 100)):
@@ -185,7 +186,7 @@ _sizes = st.fixed_dictionaries(
     workload=st.tuples(st.integers(1, 2000), st.integers(1, 300)),
     kv=st.sampled_from([None, (100, 0, 0), (0, 0, 100), (30, 40, 30)]),
 )
-def test_a_plan_keeps_to_the_budgets_or_is_refused(sizes, gpu, cpu, workload, kv):
+def test_plan_respects_budgets_or_is_rejected(sizes, gpu, cpu, workload, kv):
     shape = model(**sizes)
     budget = gpu + (cpu or 0)
     try:
@@ -198,13 +199,13 @@ def test_a_plan_keeps_to_the_budgets_or_is_refused(sizes, gpu, cpu, workload, kv
         assert f"allow for {budget}" in refused
         return
     resident = sum(s.nbytes for s, at in zip(shape.slots, plan.tiers, strict=True) if at != "disk")
-    streamed = [shape.streamed(unit, plan.tiers) for unit in shape.units]
+    streamed = [shape.streamed_bytes(unit, plan.tiers) for unit in shape.units]
     in_memory = int(plan.kv_bytes * (plan.kv[0] + plan.kv[1]) / 100)
     logits, ring = plan.block_size * shape.vocab * 4, plan.memory.get("ring", 0)
     assert resident + ring + in_memory + logits <= plan.memory_bytes <= budget
     assert ring >= max(streamed)
     assert plan.kv_bytes >= 2 * 16 * shape.kv_bytes_per_token
-    assert all(plan.tiers[i] != "disk" for i in shape.held)
+    assert all(plan.tiers[i] != "disk" for i in shape.resident)
     assert kv is None or plan.kv == kv
     assert prediction.tokens_per_s > 0 and prediction.sequences <= plan.block_size
     if cpu is not None:
@@ -213,7 +214,7 @@ def test_a_plan_keeps_to_the_budgets_or_is_refused(sizes, gpu, cpu, workload, kv
             assert sum(own) + plan.kv_bytes * plan.kv[at] / 100 <= most
 
 
-def test_what_the_user_chose_is_kept():
+def test_user_settings_are_kept_in_plan():
     plan, _ = planned(
         model(),
         given=options(kv_memory="300MB", max_batch_tokens=77, max_sequences=40, block_size=8),
@@ -242,27 +243,29 @@ def test_what_the_user_chose_is_kept():
     ],
     ids=["batch size", "one", "micro-batches", "neither"],
 )
-def test_a_block_has_no_more_sequences_than_may_run(said, checks):
+def test_block_size_does_not_exceed_max_sequences(said, checks):
     plan, _ = planned(model(), given=options(max_sequences=36), gpu="3GB", **said)
     assert checks(plan)
 
 
-def test_what_is_made_of_weights_is_counted_where_it_is_made():
-    """On a GPU, weights are converted in RAM, when they are read, and dequantized in the GPU's memory."""
-    gpu = replace(options(), device=Device(torch.device("cpu"), batch_invariant=True, apart=True))
+def test_converted_weights_count_in_ram_and_dequantized_ones_on_gpu():
+    """With a GPU, weights are converted in RAM as they are read, and dequantized in the GPU's memory."""
+    gpu = replace(
+        options(), device=Device(torch.device("cpu"), batch_invariant=True, is_separate=True)
+    )
     sizes = model(layers=2, hidden=64, inner=128, vocab=500)
-    said = dict(gpu="20MB", cpu="400MB", weights=(0, 0, 100), workload=(32, 8))
+    offload = dict(gpu="20MB", cpu="400MB", weights=(0, 0, 100), workload=(32, 8))
 
-    def made(**changes) -> Plan:
-        slots = tuple(replace(slot, made_bytes=50_000_000, **changes) for slot in sizes.slots[1:])
-        return planned(replace(sizes, slots=(sizes.slots[0], *slots)), given=gpu, **said)[0]
+    def plan_of(**changes) -> Plan:
+        slots = tuple(replace(slot, **changes) for slot in sizes.slots[1:])
+        return planned(replace(sizes, slots=(sizes.slots[0], *slots)), given=gpu, **offload)[0]
 
-    assert made().memory["converted weights"] >= 50_000_000
+    assert plan_of(converted_bytes=50_000_000).memory["converted weights"] >= 50_000_000
     with pytest.raises(InvalidRequest, match=r"are needed on the GPU .*unpacked weights"):
-        made(is_quantized=True)
+        plan_of(is_quantized=True, unpacked_bytes=50_000_000)
 
 
-def test_percents_without_budgets_are_obeyed():
+def test_percentages_without_budgets_are_kept_in_plan():
     plan, _ = planned(model(), weights=(100, 0, 0), kv=(100, 0, 0))
     assert plan.budget is None and set(plan.tiers) == {"gpu"}
 
@@ -290,24 +293,24 @@ def test_percents_without_budgets_are_obeyed():
     ],
     ids=["ring", "weights", "batch", "cpu", "disk"],
 )
-def test_a_refusal_names_what_is_needed_and_what_was_given(said, error, says):
+def test_rejected_plan_names_needed_and_given_memory(said, error, says):
     with pytest.raises(error) as refused:
         planned(model(), **said)
     for part in says:
         assert part in str(refused.value)
 
 
-def test_too_much_kv_memory_is_refused_by_name():
+def test_excessive_kv_memory_is_rejected():
     with pytest.raises(InvalidRequest, match=r"kv_memory=900000000.*K and V 900 MB"):
         planned(model(), given=options(kv_memory="900MB"), gpu="1GB", kv=(100, 0, 0))
 
 
-def test_k_and_v_on_the_disk_keep_to_its_limit():
+def test_kv_cache_on_disk_respects_disk_limit():
     plan, _ = planned(model(), gpu="1GB", disk_limit="400MB")
     assert plan.kv_bytes * plan.kv[2] / 100 <= 400_000_000
 
 
-# Arithmetic that can be done by hand: 1,000 weights a matrix, 1 us for each row and 100 of them.
+# Numbers for arithmetic by hand: 1,000 weights per matrix, 10 us per weight and row.
 
 ROUND = Machine(read_rate=1e6, write_rate=5e5, product_s=((1, 1e-5), (10, 1e-4)))
 MEMORY_RATE = 2 / 1e-5  # bytes/s
@@ -315,15 +318,15 @@ MEMORY_RATE = 2 / 1e-5  # bytes/s
 
 @pytest.fixture
 def products_alone(monkeypatch):
-    """Nothing takes time but reading, writing, products, attention and drawing."""
+    """Only reads, writes, matrix products, attention and sampling take time."""
     monkeypatch.setattr(cost, "_UNIT_S", 0.0)
     monkeypatch.setattr(cost, "_PASSES", 0)
 
 
 SMALL = ModelShape(
-    slots=(SlotShape(2000, 4096, 0, 1000), SlotShape(2000, 8192, 0, 1000)),
+    slots=(SlotShape(2000, 4096, elements=1000), SlotShape(2000, 8192, elements=1000)),
     units=(UnitShape((0,), attends=True), UnitShape((1,), attends=True)),
-    held=(),
+    resident=(),
     itemsize=2,
     kv_bytes_per_token=200,
     layers=2,
@@ -343,7 +346,7 @@ def small_plan(**changes) -> Plan:
     return Plan(**{**settled, **changes})
 
 
-def test_a_step_by_hand(products_alone):
+def test_step_prediction_matches_hand_calculation(products_alone):
     plan = small_plan(overlap=False)
     step = Forecast(SMALL, ROUND, plan).step(Load(8, 8, 50, 8))
     assert step.weight_bytes == 4096 + 8192
@@ -355,15 +358,15 @@ def test_a_step_by_hand(products_alone):
 
 
 @pytest.mark.parametrize("read_rate", [1e6, 1e3], ids=["processor", "disk"])
-def test_reading_hides_behind_computing_where_the_ring_holds_two_units(read_rate):
+def test_reads_overlap_compute_if_ring_holds_two_units(read_rate):
     machine, load = replace(ROUND, read_rate=read_rate), Load(8, 8, 50, 8)
-    for ring, beside in ((4096 + 8192, True), (8192, False)):
+    for ring, overlaps in ((4096 + 8192, True), (8192, False)):
         step = Forecast(SMALL, machine, small_plan(memory={"ring": ring})).step(load)
         longer, shorter = max(step.io_s, step.compute_s), min(step.io_s, step.compute_s)
-        assert step.seconds == pytest.approx(longer if beside else longer + shorter)
+        assert step.seconds == pytest.approx(longer if overlaps else longer + shorter)
 
 
-def test_k_and_v_on_the_disk_by_hand():
+def test_kv_on_disk_prediction_matches_hand_calculation():
     plan = small_plan(kv=(50, 0, 50), tiers=("gpu", "gpu"), overlap=False)
     step = Forecast(SMALL, ROUND, plan).step(Load(8, 8, 50, 8))
     read, written = 8 * 50 * 100, 8 * 16 * 100  # whole blocks of 16 are written
@@ -372,9 +375,9 @@ def test_k_and_v_on_the_disk_by_hand():
     assert step.io_s == pytest.approx(read / 1e6 + written / 5e5)
 
 
-def test_a_whole_workload_by_hand(products_alone):
+def test_workload_prediction_matches_hand_calculation(products_alone):
     plan = small_plan(overlap=False, workload=(40, 24))
-    found = Forecast(SMALL, ROUND, plan).prediction  # 64 tokens, so that K and V hold two of them
+    found = Forecast(SMALL, ROUND, plan).prediction  # 64 tokens each: the KV cache holds two
     assert found.sequences == 2
     decode_s = 0.012288 + 2 * 1000 * 2e-5 + 2 * 52 * 200 / MEMORY_RATE
     assert found.decode.seconds == pytest.approx(decode_s)
@@ -386,14 +389,28 @@ def test_a_whole_workload_by_hand(products_alone):
     assert found.limit == "computing"
 
 
-def test_products_between_measured_numbers_of_rows():
+def test_product_times_are_interpolated_between_measured_rows():
     assert ROUND.product(1) == 1e-5
     assert ROUND.product(5.5) == pytest.approx(5.5e-5)
     assert ROUND.product(20) == pytest.approx(2e-4)
     assert ROUND.product(0) == 0
+    assert ROUND.packed(20) == ROUND.product(20)
 
 
-def test_amounts_are_rounded_into_their_unit():
+def test_quantized_products_have_their_own_speed():
+    machine = replace(ROUND, packed_s=((1, 2e-6),))
+
+    def products_s(**changes):
+        shape = replace(SMALL, slots=tuple(replace(slot, **changes) for slot in SMALL.slots))
+        return Forecast(shape, machine, small_plan()).products_s(shape.units[0], 10)
+
+    assert products_s() == pytest.approx(1000 * 1e-4)
+    assert products_s(is_quantized=True) == pytest.approx(1000 * 2e-5)
+    # It is dequantized as a whole.
+    assert products_s(is_quantized=True, unpacked_bytes=1) == products_s()
+
+
+def test_amounts_are_rounded_before_the_unit_is_chosen():
     assert [amount(n) for n in (0, 999, 999_600, 1e9, 2.5e12)] == [
         "0 bytes", "999 bytes", "1 MB", "1 GB", "2,500 GB",
     ]  # fmt: skip
@@ -405,7 +422,7 @@ def test_amounts_are_rounded_into_their_unit():
 @pytest.mark.parametrize(
     "name", slow_but([*list(TOYS)[::3], *RECURRENT_FAMILIES[::2]], [*TOYS, *RECURRENT_TOYS])
 )
-def test_sizes_are_known_before_weights_are_read(name, folders):
+def test_forecast_sizes_match_opened_model(name, folders):
     with LLM(folders(name), max_length=64, placement=Offload(gpu="100MB", policy=None)) as llm:
         runner = llm.engine.runner
         layers, shape = runner.decoder.spec.layers, runner.forecast.shape
@@ -427,7 +444,7 @@ def test_sizes_are_known_before_weights_are_read(name, folders):
     ],
     ids=["llama", "qwen3_moe", "gpt2", "deepseek_v3"],
 )
-def test_words_under_a_small_budget_are_those_of_the_resident_model(name, said, folders):
+def test_small_budget_is_kept_with_tokens_of_resident_model(name, said, folders):
     prompts, params = mixed_requests(8)
     with LLM(folders(name), max_length=160) as llm:
         expected = [facts(result) for result in llm.generate(prompts, params)]
@@ -443,45 +460,43 @@ def test_words_under_a_small_budget_are_those_of_the_resident_model(name, said, 
     for kind in ("weights", "ring", "K and V"):
         assert actual.get(f"{kind}_bytes", 0) <= plan.memory.get(kind, 0), kind
     read = stats["decode_weights_bytes"]
-    most = 1.0 if runner.weights.experts is None else 1.5  # which experts are chosen is chance
+    most = 1.0 if runner.weights.experts is None else 1.5  # routing is random
     assert read["actual"] <= most * read["predicted"]
 
 
-def test_a_resident_model_has_no_such_stats():
+def test_resident_model_has_no_offload_stats():
     with LLM(make_toy("llama")) as llm:
         assert "offload" not in llm.stats()
 
 
-def test_rows_of_a_forward_are_the_plans_to_choose_unless_they_are_given(folders):
-    said = dict(max_length=128, placement=Offload(gpu="1MB", policy=None))
-    with LLM(folders("llama"), **said) as llm:
+def test_plan_chooses_max_batch_tokens_unless_given(folders):
+    kwargs = dict(max_length=128, placement=Offload(gpu="1MB", policy=None))
+    with LLM(folders("llama"), **kwargs) as llm:
         runner, scheduler = llm.engine.runner, llm.engine.scheduler
         assert scheduler.max_batch_tokens == runner.plan.max_batch_tokens
         assert scheduler.max_prompt_rows == runner.plan.prompt_rows < 256
-    said["placement"] = Offload(gpu="50MB", policy=None)
-    with LLM(folders("llama"), max_batch_tokens=2048, **said) as llm:
+    kwargs["placement"] = Offload(gpu="50MB", policy=None)
+    with LLM(folders("llama"), max_batch_tokens=2048, **kwargs) as llm:
         assert llm.engine.scheduler.max_batch_tokens == 2048
     with LLM(folders("llama"), max_length=128) as llm:
         assert llm.engine.scheduler.max_batch_tokens == 2048
 
 
-def test_nothing_is_measured_unless_the_policy_needs_it(folders, monkeypatch):
+def test_machine_is_measured_only_if_the_policy_needs_it(folders, monkeypatch):
     def measured(*_):
         raise AssertionError
 
-    monkeypatch.setattr(forecasts, "measure", measured)
+    monkeypatch.setattr(planners, "measure", measured)
     LLM(folders("llama"), placement=Offload(gpu="1MB", policy=None)).close()
     with pytest.raises(AssertionError):
         LLM(folders("llama"), placement=Offload(gpu="1MB"))
     monkeypatch.undo()
-    monkeypatch.setattr(
-        machines, "_writing", None
-    )  # a folder that may hold little is not written to
+    monkeypatch.setattr(machines, "_writing", None)  # a folder with a small limit is not written to
     LLM(folders("llama"), max_length=128, placement=Offload(gpu="1MB", disk_limit="1MB")).close()
 
 
-def test_measuring_leaves_nothing_behind_and_happens_once(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(machines, "_found", {})
+def test_measurement_is_cached_and_leaves_no_files(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(machines, "_measured", {})
     with LLM(folders("llama"), placement=Offload(gpu="1MB", policy=None)) as llm:
         slots = llm.engine.runner.weights.units.slots
         tensors = [stored for slot in slots for stored in sources(slot.lazy)]
@@ -489,12 +504,18 @@ def test_measuring_leaves_nothing_behind_and_happens_once(folders, tmp_path, mon
     assert all(value > 0 for value in asdict(found).values() if isinstance(value, int | float))
     assert [rows for rows, _ in found.product_s] == [1, 8, 64, 512]
     assert os.listdir(tmp_path) == []
-    monkeypatch.setattr(machines, "_products", None)  # it would be called
+    packing = Quantization(activation_bits=8, bits=8).packing((6, 64), torch.float32)
+    packed = measure(tensors, tmp_path, torch.float32, packing=packing)
+    assert replace(packed, packed_s=()) == found
+    assert [rows for rows, _ in packed.packed_s] == [1, 8, 64, 512]
+    monkeypatch.setattr(machines, "_products", None)  # fails if called
     assert measure(tensors, tmp_path, torch.float32) == found
+    again = replace(packing, shape=(2, 3, 128))  # another matrix of the same kind
+    assert measure(tensors, tmp_path, torch.float32, packing=again) == packed
 
 
-def test_predicted_stands_beside_actual():
-    table = compared(
+def test_report_shows_predicted_beside_actual():
+    table = comparison_table(
         {
             "decode_step_s": {"predicted": 0.5, "actual": 0.25},
             "decode_weights_bytes": {"predicted": 2e9, "actual": 2e9},
@@ -509,11 +530,11 @@ def test_predicted_stands_beside_actual():
     assert lines[4] == ["tokens/s", "12.3"]
 
 
-def test_freed_memory_goes_back_once_it_is_more_than_the_limit():
+def test_freed_heap_memory_beyond_limit_is_returned():
     heap = Heap(0)
     if not heap.free_bytes:
         pytest.skip("this C library does not tell what it keeps")
-    kept = [torch.ones(100_000) for _ in range(200)]  # 400 KB each: on the heap, in one row
+    kept = [torch.ones(100_000) for _ in range(200)]  # 400 KB each: contiguous on the heap
     del kept[::2]
     for limit, is_kept in ((1 << 40, True), (1_000_000, False)):
         before = resident_bytes()

@@ -1,4 +1,4 @@
-"""Stages with less memory than their layers take: the same tokens as in memory, whatever becomes of them."""
+"""Offloaded stages give the same tokens as a resident model, also when lost, moved, asleep or updated."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from verbatim import (
     Offload,
     OutOfBlocks,
     PipelineParallel,
+    VerbatimError,
 )
 from verbatim.draft import EarlyExit
 from verbatim.placement.distributed.stage_share import StageShare
@@ -35,7 +36,7 @@ def tiered(tiers: dict[str, Any], **settings: Any) -> Cluster:
 
 
 @pytest.mark.parametrize("tiers", [PARTLY, ON_DISK], ids=["partly", "disk"])
-def test_the_same_tokens_from_every_tier(
+def test_offloaded_stages_give_tokens_of_resident_model(
     tiers: dict[str, Any], folders: Callable[..., Path]
 ) -> None:
     with LLM(folders("llama"), placement=tiered(tiers, stages=3), max_length=200) as llm:
@@ -53,7 +54,9 @@ def test_the_same_tokens_from_every_tier(
 @pytest.mark.parametrize(
     "draft", [None, pytest.param("mtp", marks=pytest.mark.slow), EarlyExit(1)], ids=str
 )
-def test_lost_moved_asleep_and_updated(draft: Any, tmp_path: Path) -> None:
+def test_lost_moved_sleeping_and_updated_stages_give_same_tokens(
+    draft: Any, tmp_path: Path
+) -> None:
     before = num_threads()
     save_with_mtp(toy("qwen3", 2), tmp_path)
     new = toys.make_toy("qwen3", seed=7)
@@ -88,7 +91,7 @@ def test_lost_moved_asleep_and_updated(draft: Any, tmp_path: Path) -> None:
     [(PARTLY, "int8"), (ON_DISK, "int8"), (None, "int4"), (None, "w8a8")],
     ids=["partly", "disk", "memory-int4", "memory-w8a8"],
 )
-def test_an_update_that_fails_leaves_the_weights(
+def test_failed_update_keeps_old_weights(
     tiers: dict[str, Any] | None, quantization: str, folders: Callable[..., Path]
 ) -> None:
     new = toys.make_toy("llama", seed=7)
@@ -110,23 +113,23 @@ def test_an_update_that_fails_leaves_the_weights(
         assert error in [stage["worst"] for stage in llm.info()["quantization"]["stages"]]
 
 
-def test_what_a_stage_has_no_room_for_is_refused_by_name(folders: Callable[..., Path]) -> None:
+def test_invalid_offloads_of_stages_are_rejected(folders: Callable[..., Path]) -> None:
     with pytest.raises(InvalidRequest, match=r"offload='2GB'.*must be an Offload"):
         Cluster(offload="2GB")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=r"offload=2.*must be an Offload"):
         PipelineParallel(2, offload=2)  # type: ignore[arg-type]
     for offload, error in (
         (Offload(cpu="10KB"), OutOfBlocks),
-        (Offload(disk="/nowhere"), Exception),
+        (Offload(disk="/nowhere"), VerbatimError),
     ):
-        with pytest.raises(error, match=r"(bytes are needed|nowhere).*stage|one"):
+        with pytest.raises(error, match=r"(bytes are needed|TierFailed.*nowhere).*stage"):
             LLM(folders("llama"), placement=staged(offload=offload))
 
 
-def test_layers_that_fit_nowhere_are_divided_by_memory(
+def test_offloaded_layers_are_divided_by_memory_of_machines(
     folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a machine with little memory would hold the others up."""
+    """Because a machine with little memory would slow the others down."""
     hosts = ThreadHosts("small", "large")
     use = StageShare.use
 
@@ -145,7 +148,7 @@ def test_layers_that_fit_nowhere_are_divided_by_memory(
 
 
 @pytest.mark.slow
-def test_ranks_of_this_machine(folders: Callable[..., Path]) -> None:
+def test_offloaded_pipeline_ranks_give_same_tokens(folders: Callable[..., Path]) -> None:
     placement = PipelineParallel(2, offload=Offload(cpu="30MB", kv=(0, 0, 100)))
     with LLM(folders("llama"), placement=placement, max_length=200) as llm:
         assert mixed_facts(llm) == resident_facts(folders("llama"))

@@ -1,4 +1,4 @@
-"""One model over several processes: the same bits, and nobody waits for a rank that is gone."""
+"""One model over several ranks: same bits as in one process, and no waiting for a lost rank."""
 
 from __future__ import annotations
 
@@ -45,24 +45,25 @@ from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import paged_attention
 from verbatim.model import products
 from verbatim.model.shard import bounds_of
-from verbatim.placement.distributed import rank_opening as parallel_opening
-from verbatim.placement.distributed.following import Following
-from verbatim.placement.distributed.heads import split_heads
+from verbatim.placement.distributed import opening as parallel_opening
+from verbatim.placement.distributed.columns import split_heads
 from verbatim.placement.distributed.hosts import Hosts, LocalHosts
 from verbatim.placement.distributed.launcher import HOST
+from verbatim.placement.distributed.ranks import Following, RankHost
 from verbatim.placement.distributed.served import Served
 from verbatim.placement.distributed.tensor import RankGroup
-from verbatim.placement.distributed.torchrun import RankHost
 
 Folders = Callable[[str], Path]
 
 
-# ---- what the split rests on
+# ---- bit-identical slices
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["nk", "kn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_columns_have_the_same_bits_in_any_slice(dtype: torch.dtype, transposed: bool) -> None:
+def test_product_columns_are_bit_identical_in_any_slice(
+    dtype: torch.dtype, transposed: bool
+) -> None:
     noise = torch.Generator().manual_seed(1)
     for num_out, depth in ((60, 64), (200, 1000), (130, 33)):
         weight = torch.randn(num_out, depth, generator=noise).to(dtype)
@@ -82,7 +83,7 @@ def test_columns_have_the_same_bits_in_any_slice(dtype: torch.dtype, transposed:
 
             whole = product(slice(None))
             for first, end in ((0, 16), (16, num_out), (7, 9), (0, 31), (num_out - 5, num_out)):
-                # Two columns at least: torch, where no kernel serves, has methods of its own for few.
+                # Without kernels, torch has other algorithms for few columns.
                 if end - first >= 16 or _has_kernels():
                     assert torch.equal(product(slice(first, end)), whole[:, first:end])
 
@@ -94,7 +95,7 @@ def _has_kernels() -> bool:
 
 
 @pytest.mark.usefixtures("backend")
-def test_heads_have_the_same_bits_alone() -> None:
+def test_attention_heads_are_bit_identical_in_any_split() -> None:
     noise = torch.Generator().manual_seed(2)
     q = torch.randn(9, 8, 20, generator=noise)
     k, v = (torch.randn(5, 4, 16, 20, generator=noise) for _ in range(2))
@@ -117,7 +118,7 @@ def test_heads_have_the_same_bits_alone() -> None:
             assert torch.equal(attend(own, kv[rank]), whole[:, own])
 
 
-def test_shares_are_whole_units_and_nearly_equal() -> None:
+def test_shards_are_whole_units_and_nearly_equal() -> None:
     assert bounds_of(128, 4, 16) == [0, 32, 64, 96, 128]
     assert bounds_of(100, 3, 16) == [0, 32, 64, 100]
     assert bounds_of(6, 4) == [0, 1, 3, 4, 6]
@@ -140,7 +141,7 @@ RECURRENT = [(name, "float32") for name in toys.RECURRENT_TOYS]
 def run_all(
     world: int, models: list[tuple[str, str]], folder: Path, folders: Folders
 ) -> dict[str, list[dict[str, Any]]]:
-    """What each rank told of each function of parallel_rank.py; the ranks are started once."""
+    """Run parallel_rank.py once on all ranks, and return the reports by function and rank."""
     from support.mtp_toys import save_with_mtp, toy
 
     (folder / "models.json").write_text(json.dumps(models))
@@ -153,30 +154,34 @@ def run_all(
     save_adapter(folder / "llama-adapter", toys.make_toy("llama"))
     toys.make_toy("llama", seed=9).save_pretrained(folder / "new-llama")
     toys.make_toy("qwen3_moe", seed=9).save_pretrained(folder / "new-qwen3_moe")
-    told = run_ranks(world, folder, "parallel_rank", folder)
-    return {name: [ours[name] for ours in told] for name in told[0]}
+    reports = run_ranks(world, folder, "parallel_rank", folder)
+    return {name: [report[name] for report in reports] for name in reports[0]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-def test_many_models_on_ranks(world: int, tmp_path: Path, folders: Folders) -> None:
-    # On four ranks each model in one dtype, the one or the other in turn.
+def test_ranks_give_same_tokens_for_many_models(
+    world: int, tmp_path: Path, folders: Folders
+) -> None:
+    # On four ranks, each model runs in only one dtype, alternating between the two.
     some = [m for i, m in enumerate(MODELS) if i % 4 in (0, 3)]
     models = MODELS + RECURRENT if world == 2 else some + [m for m in MODELS if m[0] == "llama"]
     assert len(models) == len(set(models))
-    told = run_all(world, models, tmp_path, folders)
-    check_columns(told["share_columns"], models, tmp_path, folders)
-    check_layers(told["share_layers"], tmp_path)
-    check_experts(told["share_experts"], tmp_path, folders)
+    reports = run_all(world, models, tmp_path, folders)
+    check_columns(reports["share_columns"], models, tmp_path, folders)
+    check_layers(reports["share_layers"], tmp_path)
+    check_experts(reports["share_experts"], tmp_path, folders)
 
 
 def check_layers(told: list[dict[str, Any]], folder: Path) -> None:
     prompts, params = mixed_requests(12)
     with LLM(folder / "deep-gemma2", dtype="bfloat16") as llm:
-        assert {ours["gemma2"] for ours in told} == {fingerprint(llm.generate(prompts, params))}
+        assert {report["gemma2"] for report in told} == {fingerprint(llm.generate(prompts, params))}
     params = [replace(p, record_routing=p.num_beams == 1) for p in params]
     with LLM(folder / "deep-qwen3_moe") as llm:
-        assert {ours["qwen3_moe"] for ours in told} == {fingerprint(llm.generate(prompts, params))}
+        assert {report["qwen3_moe"] for report in told} == {
+            fingerprint(llm.generate(prompts, params))
+        }
     assert told[0]["layers"][-1][1] == 5 and len(told[0]["layers"]) == len(told)
     assert told[0]["last_pid"]  # rank 0 has the last layers
 
@@ -196,15 +201,15 @@ def check_columns(
                 adapted = ids_of(llm, adapter="a")
                 llm.update_weights(folder / "new-llama")
                 updated = ids_of(llm)
-        assert [ours[f"{name} {dtype}"] for ours in told] == [expected] * world, name
-    for ours in told:
-        assert ours["scores"] == scores and ours["after"] == ours["awake"] == after
-        assert ours["adapted"] == adapted != after
-        assert ours["updated"] == updated != after
-        assert ours["stream"].startswith(
+        assert [report[f"{name} {dtype}"] for report in told] == [expected] * world, name
+    for report in told:
+        assert report["scores"] == scores and report["after"] == report["awake"] == after
+        assert report["adapted"] == adapted != after
+        assert report["updated"] == updated != after
+        assert report["stream"].startswith(
             "stream: not supported where each rank is a process of yours"
         )
-        assert "id 1000000 is outside" in ours["refused"]
+        assert "id 1000000 is outside" in report["refused"]
 
 
 def check_experts(told: list[dict[str, Any]], folder: Path, folders: Folders) -> None:
@@ -213,44 +218,44 @@ def check_experts(told: list[dict[str, Any]], folder: Path, folders: Folders) ->
     adapters = {"a": folder / "adapter"}
     with LLM(folders("qwen3_moe"), adapters=adapters) as llm, LLM(folder / "mtp") as second:
         whole_bytes = llm.info()["weight_bytes"]
-        for rank, ours in enumerate(told):
+        for rank, report in enumerate(told):
             own = slice(0, 0) if rank == 0 else slice(rank - 1, None, world - 1)
             results = llm.generate(prompts[own], params[own]) if rank else []
-            assert ours["mixed"] == fingerprint(results)
+            assert report["mixed"] == fingerprint(results)
             adapted = [replace(p, adapter="a") for p in params[own]]
             results = llm.generate(prompts[own], adapted) if rank else []
-            assert ours["adapter"] == fingerprint(results)
+            assert report["adapter"] == fingerprint(results)
             results = second.generate(prompts[own], params[own]) if rank else []
-            assert ours["mtp"] == fingerprint(results)
-            assert (ours["drafted"] > 0) == (rank > 0)
-            assert ours["weight_bytes"] < whole_bytes
+            assert report["mtp"] == fingerprint(results)
+            assert (report["drafted"] > 0) == (rank > 0)
+            assert report["weight_bytes"] < whole_bytes
     for kind in QUANTIZED:
         new = LLM(folder / "new-qwen3_moe", quantization=kind)
         with LLM(folders("qwen3_moe"), quantization=kind) as llm, new:
-            for rank, ours in enumerate(told):
+            for rank, report in enumerate(told):
                 own = slice(0, 0) if rank == 0 else slice(rank - 1, None, world - 1)
                 results = llm.generate(prompts[own], params[own]) if rank else []
-                assert ours[kind] == ours[f"{kind} awake"] == fingerprint(results), (kind, rank)
+                assert report[kind] == report[f"{kind} awake"] == fingerprint(results), (kind, rank)
                 results = new.generate(prompts[own], params[own]) if rank else []
-                assert ours[f"{kind} updated"] == fingerprint(results), (kind, rank)
-                assert ours[f"{kind} bytes"] < llm.info()["quantization"]["bytes_after"]
-    assert len({ours["forwards"] for ours in told}) == 1
-    assert len({ours["mtp forwards"] for ours in told}) == 1
+                assert report[f"{kind} updated"] == fingerprint(results), (kind, rank)
+                assert report[f"{kind} bytes"] < llm.info()["quantization"]["bytes_after"]
+    assert len({report["forwards"] for report in told}) == 1
+    assert len({report["mtp forwards"] for report in told}) == 1
 
-    for rank, ours in enumerate(told):
+    for rank, report in enumerate(told):
         module = toys.make_toy("qwen3_moe")
         rows = [[5 + rank, 6, 7]] * (rank + 1)
-        assert torch.tensor(ours["routing"]).shape == (rank + 1, 1, 9, 3, 2)
-        if rank == 0:  # a rollout's noise is its rank's, and here is no other rank
+        assert torch.tensor(report["routing"]).shape == (rank + 1, 1, 9, 3, 2)
+        if rank == 0:  # noise depends on the rank, and this process can only be rank 0
             found = rl.rollout(module, rows, ROLLOUT, seed=3)
-            assert ours["rows"] == found.sequences.tolist()
-            assert ours["routing"] == found.routing.tolist()
+            assert report["rows"] == found.sequences.tolist()
+            assert report["routing"] == found.routing.tolist()
 
 
-# ---- ranks that we start
+# ---- ranks that the LLM starts
 
 
-def test_started_ranks_serve_all_there_is_and_are_gone_afterwards(
+def test_started_ranks_generate_and_sleep_and_a_killed_one_is_named(
     folders: Folders, tmp_path: Path
 ) -> None:
     prompts, params = mixed_requests(12)
@@ -271,7 +276,7 @@ def test_started_ranks_serve_all_there_is_and_are_gone_afterwards(
             assert all_facts(llm.generate(prompts[:3], params[:3])) == expected[:3]
         group = llm.engine.runner.group
         process = group.members[0].host
-        # A rank dies in the middle of a request: an error that names it, and soon.
+        # A rank killed during a request soon raises an error that names it.
         stream = llm.stream([5, 6, 7], ROLLOUT)
         next(stream)
         os.kill(process.pid, signal.SIGKILL)
@@ -281,7 +286,7 @@ def test_started_ranks_serve_all_there_is_and_are_gone_afterwards(
 
 
 @pytest.mark.slow
-def test_weights_of_ranks_sleep_unless_they_or_their_files_changed(tmp_path: Path) -> None:
+def test_rank_weights_sleep_unless_updated_and_wake_unless_files_changed(tmp_path: Path) -> None:
     toys.make_toy("llama").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     kinds: dict[str, Any] = dict(quantization="int8", placement=TensorParallel(2))
@@ -301,7 +306,7 @@ def test_weights_of_ranks_sleep_unless_they_or_their_files_changed(tmp_path: Pat
             llm.sleep(weights=True)
 
 
-def test_a_rank_that_fails_alone_is_named() -> None:
+def test_failed_rank_is_named_in_error() -> None:
     class Failing(Served):
         calls = Served.calls | {"forward"}
 
@@ -320,13 +325,14 @@ def test_a_rank_that_fails_alone_is_named() -> None:
         stage.listen(b"key", HOST)
     ranks = [RankHost(rank, stage.address) for rank, stage in enumerate(stages, start=1)]
     group = RankGroup(Hosts(b"key", ranks), 3, 60.0)
+    group.start()
     assert group.ask("open") == [1, 2]
 
     def cut_off() -> None:
         raise TierFailed("rank 0 lost touch with the others")
 
     with pytest.raises(TierFailed, match=r"^rank [12] of 3: RuntimeError: out of luck"):
-        group.together("forward", cut_off)
+        group.call_all("forward", cut_off)
     with pytest.raises(VerbatimError, match=r"RuntimeError: out of luck \(rank 1 of 3, forward\)"):
         group.ask("forward")
     stages[1].hang_up()
@@ -339,7 +345,7 @@ def test_a_rank_that_fails_alone_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_the_ranks_in_step(folders: Folders) -> None:
+def test_ctrl_c_leaves_ranks_in_sync(folders: Folders) -> None:
     prompts, params = mixed_requests(6)
     expected = generated(LLM(folders("llama")), prompts, params)
     with LLM(folders("llama"), placement=TensorParallel(2)) as llm:
@@ -360,10 +366,10 @@ def test_ctrl_c_leaves_the_ranks_in_step(folders: Folders) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_end_with_their_llm_however_it_ends(folders: Folders) -> None:
+def test_ranks_end_when_their_llm_is_collected_or_killed(folders: Folders) -> None:
     llm = LLM(folders("llama"), placement=TensorParallel(2))
     process = llm.engine.runner.group.members[0].host
-    del llm  # forgotten
+    del llm  # without close()
     gc.collect()
     assert process.wait(PATIENCE_S)
     script = (
@@ -379,7 +385,7 @@ def test_ranks_end_with_their_llm_however_it_ends(folders: Folders) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_with_other_kernels_are_refused(
+def test_ranks_with_different_kernels_are_rejected(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hosts_without_kernels(*args: Any) -> LocalHosts:
@@ -395,7 +401,7 @@ def test_ranks_with_other_kernels_are_refused(
 
 
 @pytest.mark.slow
-def test_without_kernels_columns_are_split_where_torch_gives_the_same_bits(
+def test_columns_are_split_without_kernels_and_give_same_tokens(
     folders: Folders,
 ) -> None:
     script = (
@@ -412,7 +418,7 @@ def test_without_kernels_columns_are_split_where_torch_gives_the_same_bits(
 
 
 @pytest.mark.slow
-def test_torchrun_without_a_process_group(folders: Folders, tmp_path: Path) -> None:
+def test_torchrun_without_process_group_gives_same_tokens(folders: Folders, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import sys; from verbatim import LLM, SamplingParams, TensorParallel\n"
@@ -429,11 +435,11 @@ def test_torchrun_without_a_process_group(folders: Folders, tmp_path: Path) -> N
     assert {p.read_text() for p in tmp_path.glob("told*")} == {repr((c.token_ids, c.logprobs))}
 
 
-# ---- at the door
+# ---- rejected options
 
 
 def launchers() -> list[str]:
-    """Processes of ours that fork workers."""
+    """Return the pids of launchers that this process has started."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -444,7 +450,7 @@ def launchers() -> list[str]:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_a_pipeline_that_is_refused(folders: Folders) -> None:
+def test_rejected_pipeline_leaves_no_launcher(folders: Folders) -> None:
     with LLM(folders("llama"), placement=PipelineParallel(2)) as llm:
         assert llm.generate([[5, 6]], GREEDY) and len(launchers()) == 1
     with pytest.raises(InvalidRequest, match=r"stages=9: the model can be cut into"):
@@ -454,7 +460,7 @@ def test_nothing_is_left_of_a_pipeline_that_is_refused(folders: Folders) -> None
         LLM(folders("llama"), placement=TensorParallel(2), draft="mtp")
 
 
-def test_what_cannot_be_is_refused_by_name(
+def test_invalid_parallel_placements_are_rejected(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from verbatim import ExpertParallel
@@ -478,5 +484,5 @@ def test_what_cannot_be_is_refused_by_name(
         ("MASTER_PORT", "1"),
     ):
         monkeypatch.setenv(name, value)
-    with pytest.raises(InvalidRequest, match=r"size=2: torch\.distributed has 3 ranks"):
+    with pytest.raises(InvalidRequest, match=r"size=2: must equal the 3 ranks"):
         LLM(folder, placement=TensorParallel(2))

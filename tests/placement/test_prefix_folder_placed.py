@@ -1,4 +1,4 @@
-"""Prefixes in files with every placement: one that keeps the same K and V finds what another has written."""
+"""The prefix folder with every placement: those with the same KV cache read each other's prefixes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def opened(folder: Path, **options: Any) -> LLM:
 
 
 def result(llm: LLM, prompt: list[int] = PROMPT) -> tuple[Any, int]:
-    """The completion with its log-probs and experts, and how many tokens of the prompt were cached."""
+    """Return the completion with its log-probs and experts, and the number of cached prompt tokens."""
     routed = llm.engine.runner.choices["routing"].layers > 0
-    (found,) = llm.generate([prompt], GREEDY.replace(record_routing=routed))
-    (made,) = found.outputs
-    experts = made.routing.tolist() if routed else None
-    return (made.token_ids, made.logprobs, made.top_logprobs, experts), found.num_cached_tokens
+    (reply,) = llm.generate([prompt], GREEDY.replace(record_routing=routed))
+    (out,) = reply.outputs
+    experts = out.routing.tolist() if routed else None
+    return (out.token_ids, out.logprobs, out.top_logprobs, experts), reply.num_cached_tokens
 
 
 def on_disk() -> Offload:
@@ -42,7 +42,7 @@ def on_disk() -> Offload:
     [(on_disk, None), (None, on_disk), (staged, None), (None, staged), (on_disk, staged)],
     ids=["offload-memory", "memory-offload", "stages-memory", "memory-stages", "offload-stages"],
 )
-def test_one_placement_reads_what_another_wrote(
+def test_placements_read_each_others_prefixes(
     write: Callable[[], Any] | None,
     read: Callable[[], Any] | None,
     name: str,
@@ -58,7 +58,7 @@ def test_one_placement_reads_what_another_wrote(
         assert again == first and cached == 64
 
 
-def test_a_stage_that_is_lost_has_what_was_read(
+def test_stage_lost_after_prefix_was_read_gives_same_tokens(
     folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     where = {"prefix_folder": tmp_path / "kept"}
@@ -76,12 +76,12 @@ def test_a_stage_that_is_lost_has_what_was_read(
                     host.kill()
 
             host.before = kill
-            made, cached = result(llm)
-            assert made == expected and cached == 64 and host.killed
+            completion, cached = result(llm)
+            assert completion == expected and cached == 64 and host.killed
             assert result(llm)[0] == expected
 
 
-def test_a_stage_that_is_lost_while_nothing_runs_is_a_miss(
+def test_stage_lost_while_idle_gives_same_tokens(
     folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     where = {"prefix_folder": tmp_path / "kept"}
@@ -97,7 +97,7 @@ def test_a_stage_that_is_lost_while_nothing_runs_is_a_miss(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen3_5"])
-def test_ranks_find_what_they_wrote(
+def test_tensor_parallel_ranks_read_only_their_own_prefixes(
     name: str, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     where = {"prefix_folder": tmp_path / "kept"}
@@ -106,10 +106,12 @@ def test_ranks_find_what_they_wrote(
     for cached in (0, 64):
         with opened(folders(name), placement=TensorParallel(2), **where) as llm:
             assert result(llm) == (expected, cached)
-    with opened(folders(name), **where) as llm:  # a rank has some heads only
+    with opened(folders(name), **where) as llm:  # a rank stores only its heads
         assert result(llm) == (expected, 0)
 
 
-def test_a_budget_below_zero_is_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_negative_prefix_folder_budget_is_rejected(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
     with pytest.raises(InvalidRequest, match="prefix_folder_bytes=-1"):
         opened(folders("llama"), prefix_folder=tmp_path / "kept", prefix_folder_bytes=-1)

@@ -1,4 +1,4 @@
-"""New weights in place: all or nothing, and everything after them as if they had always been there."""
+"""Weight updates in place: all or nothing, and generation afterwards as with a newly opened model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from support.programs import in_thread
 from support.requests_mixed import submitted
@@ -26,7 +27,7 @@ from verbatim import (
     sample,
 )
 from verbatim.compat import petals
-from verbatim.weights.update import _is_finite
+from verbatim.weights.update import NewWeights, _is_finite
 
 PROMPTS = [[5, 9, 23, 40], [7, 8], [5, 9, 23, 41, 3, 3, 60]]
 LONG = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
@@ -70,8 +71,8 @@ def in_shards(weights: dict[str, torch.Tensor], folder: Path) -> Path:
     return folder
 
 
-# What is given for new weights, of them, their folder and an empty one.
-GIVEN: dict[str, Callable[[dict[str, torch.Tensor], Path, Path], object]] = {
+# Forms of new weights, made from their tensors, their folder and an empty folder.
+WEIGHT_FORMS: dict[str, Callable[[dict[str, torch.Tensor], Path, Path], object]] = {
     "dict": lambda new, folder, empty: new,
     "pairs": lambda new, folder, empty: list(new.items()),
     "iterator": lambda new, folder, empty: iter(new.items()),
@@ -87,18 +88,25 @@ GIVEN: dict[str, Callable[[dict[str, torch.Tensor], Path, Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", GIVEN)
-def test_new_weights_of_any_kind_give_the_words_of_the_new_model(
+@pytest.mark.parametrize("kind", WEIGHT_FORMS)
+def test_every_form_of_new_weights_gives_tokens_of_new_model(
     kind: str, folder: Path, tmp_path: Path
 ) -> None:
-    given = GIVEN[kind](state(other()), folder, tmp_path)
+    given = WEIGHT_FORMS[kind](state(other()), folder, tmp_path)
     with LLM(make("llama")) as llm, LLM(other()) as fresh:
         before = words(llm)
         assert llm.update_weights(given) == 1
         assert words(llm) == words(fresh) != before
 
 
-def test_a_live_module_keeps_its_memory() -> None:
+def test_submodule_called_module_keeps_its_name() -> None:
+    module = nn.Sequential()
+    module.adapter = nn.LayerNorm(4)
+    module.adapter.module = nn.LayerNorm(4)
+    NewWeights(module, module.state_dict(), check_finite=True)
+
+
+def test_update_keeps_memory_of_live_module() -> None:
     module = make("llama")
     places = {n: p.data_ptr() for n, p in module.named_parameters()}
     with LLM(module) as llm:
@@ -107,7 +115,7 @@ def test_a_live_module_keeps_its_memory() -> None:
     assert all(p.requires_grad for p in module.parameters())
 
 
-def test_a_float32_trainer_is_rounded_to_a_bfloat16_engine() -> None:
+def test_float32_weights_are_rounded_for_bfloat16_engine() -> None:
     new = other()
     with LLM(make("llama").bfloat16()) as llm, LLM(other().bfloat16()) as fresh:
         llm.update_weights(new, check_finite=True)
@@ -132,7 +140,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("fault", BAD)
-def test_a_faulty_update_changes_nothing(fault: str) -> None:
+def test_invalid_update_changes_nothing(fault: str) -> None:
     module, new = make("llama"), state(other())
     BAD[fault](new)
     with LLM(module) as llm:
@@ -143,13 +151,13 @@ def test_a_faulty_update_changes_nothing(fault: str) -> None:
         assert llm.stats()["weight_version"] == 0
 
 
-def test_what_overflows_the_models_dtype_is_not_finite() -> None:
+def test_overflow_of_model_dtype_fails_check_finite() -> None:
     new = state(other())
     new["model.norm.weight"][0] = 3.4e38
     with LLM(make("llama").bfloat16()) as llm:
         with pytest.raises(InvalidRequest, match=r"model\.norm\.weight holds NaN or infinity"):
             llm.update_weights(new, check_finite=True)
-        llm.update_weights(new)  # not asked to look
+        llm.update_weights(new)  # without check_finite
 
 
 @pytest.mark.parametrize("into", [torch.float32, torch.bfloat16])
@@ -157,7 +165,7 @@ def test_what_overflows_the_models_dtype_is_not_finite() -> None:
     "dtype",
     [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2],
 )
-def test_the_check_finds_what_isfinite_finds(dtype: torch.dtype, into: torch.dtype) -> None:
+def test_check_finite_agrees_with_torch_isfinite(dtype: torch.dtype, into: torch.dtype) -> None:
     most = torch.finfo(dtype).max
     for size, place in ((1, 0), (9, 3), (40_001, 40_000), (40_001, 77)):
         for odd in (torch.nan, torch.inf, -torch.inf, most, -most, 0.0, 3.4e38, 1e39):
@@ -171,12 +179,12 @@ def test_the_check_finds_what_isfinite_finds(dtype: torch.dtype, into: torch.dty
 
 
 @pytest.mark.parametrize("weights", [5, None, torch.ones(3), ["a", "b"], [("a",)], [(1, 2, 3)]])
-def test_what_is_no_set_of_weights_is_refused(weights) -> None:
+def test_invalid_weights_arguments_are_rejected(weights) -> None:
     with LLM(make("llama")) as llm, pytest.raises(InvalidRequest, match="weights"):
         llm.update_weights(weights)
 
 
-def test_an_iterator_that_breaks_off_changes_nothing() -> None:
+def test_iterator_that_raises_changes_nothing() -> None:
     module, pairs = make("llama"), state(other()).items()
 
     def broken():
@@ -190,7 +198,7 @@ def test_an_iterator_that_breaks_off_changes_nothing() -> None:
         assert bits(module) == before
 
 
-def test_folders_that_are_none(tmp_path: Path, folder: Path) -> None:
+def test_invalid_weight_folders_are_rejected(tmp_path: Path, folder: Path) -> None:
     with LLM(make("llama")) as llm:
         with pytest.raises(ModelError, match="neither a folder of safetensors"):
             llm.update_weights(tmp_path / "nowhere")
@@ -208,21 +216,24 @@ class TestTiedWeights:
     def make(self, seed: int = 0) -> torch.nn.Module:
         return make("qwen2", seed=seed, tie_word_embeddings=True)
 
-    def test_one_of_the_names_is_enough(self) -> None:
+    def test_one_tied_name_is_enough(self) -> None:
         new = state(self.make(1))
         del new["lm_head.weight"]
         with LLM(self.make()) as llm, LLM(self.make(1)) as fresh:
             llm.update_weights(new)
             assert words(llm) == words(fresh)
 
-    def test_two_that_differ_are_refused(self) -> None:
+    def test_different_tied_tensors_are_rejected(self) -> None:
         new = state(self.make(1))
         new["lm_head.weight"] += 1
-        with LLM(self.make()) as llm, pytest.raises(InvalidRequest, match="tied here, and differ"):
+        with (
+            LLM(self.make()) as llm,
+            pytest.raises(InvalidRequest, match="tied in this model, but differ"),
+        ):
             llm.update_weights(new)
 
 
-def test_tensors_in_the_models_own_memory_may_change_places() -> None:
+def test_tensors_of_the_model_itself_may_be_swapped() -> None:
     module = make("llama")
     a, b = (f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1))
     weights = dict(module.state_dict())
@@ -234,7 +245,7 @@ def test_tensors_in_the_models_own_memory_may_change_places() -> None:
     assert torch.equal(module.state_dict()[b], second)
 
 
-def test_memory_of_the_model_seen_through_another_storage_is_not_overwritten_first() -> None:
+def test_aliased_model_memory_is_read_before_it_is_overwritten() -> None:
     module = make("llama")
     weights = state(module)
     a, b = (module.state_dict()[f"model.layers.{i}.mlp.up_proj.weight"] for i in (0, 1))
@@ -246,20 +257,20 @@ def test_memory_of_the_model_seen_through_another_storage_is_not_overwritten_fir
     assert torch.equal(module.state_dict()["model.layers.1.mlp.up_proj.weight"], first)
 
 
-def test_weights_that_share_their_own_memory_are_refused_before_any_is_written() -> None:
+def test_self_overlapping_buffer_is_rejected_before_any_write() -> None:
     module = make("llama")
     module.register_buffer("shared", torch.zeros(1).expand(5))
     before = bits(module)
     new = {**state(other()), "shared": torch.arange(5.0)}
-    with LLM(module) as llm, pytest.raises(NotSupported, match="shared lies in shared memory"):
+    with LLM(module) as llm, pytest.raises(NotSupported, match="shared is in shared memory"):
         llm.update_weights(new)
     assert bits(module) == before
 
 
-# The signal may also come in somebody's callback of the garbage collector, where it is only told of.
+# The signal may also arrive in a garbage collector callback, where Python only reports the exception.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_no_signal_leaves_a_mixture() -> None:
-    """A handler that raises, such as that of a timeout, breaks off Python and never the writing."""
+def test_signal_during_update_leaves_no_mixed_weights() -> None:
+    """A signal handler that raises, such as a timeout's, interrupts Python code but never the writes."""
     module, states = make("llama"), [state(make("llama", seed=i)) for i in range(2)]
     whole = [[t.flatten().tolist() for t in s.values()] for s in states]
 
@@ -297,7 +308,7 @@ def test_two_engines_of_one_module_see_each_others_updates() -> None:
         assert words(a) == words(b) == words(fresh)
 
 
-def test_an_update_never_lands_inside_of_another_engines_forward() -> None:
+def test_update_never_runs_during_another_engines_forward() -> None:
     module, states = make("llama"), [state(make("llama", seed=i)) for i in range(2)]
     scores = []
     for weights in states:
@@ -323,7 +334,7 @@ def test_an_update_never_lands_inside_of_another_engines_forward() -> None:
             training.result()
 
 
-def test_an_optimizers_step_in_the_middle_of_a_stream_is_seen() -> None:
+def test_optimizer_step_during_stream_is_detected() -> None:
     module, prompt = make("llama"), list(range(3, 60))
     with LLM(module) as llm:
         stream = llm.stream(prompt, LONG)
@@ -331,7 +342,7 @@ def test_an_optimizers_step_in_the_middle_of_a_stream_is_seen() -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
         module(torch.tensor([prompt])).logits.square().mean().backward()
         optimizer.step()
-        (beside,) = llm.generate([prompt], LONG)  # whose prefix the stream has computed
+        (beside,) = llm.generate([prompt], LONG)  # the stream has computed its prefix
         assert beside.weight_version == 1
         with LLM(module) as fresh:
             expected = fresh.generate([prompt], LONG)[0].outputs[0]
@@ -352,7 +363,7 @@ def test_tied_weights_may_hold_the_same_nan() -> None:
     assert module.lm_head.weight[0, 0].isnan()
 
 
-def test_cached_prefixes_are_dropped(folder: Path, folders: Callable[..., Path]) -> None:
+def test_update_drops_cached_prefixes(folder: Path, folders: Callable[..., Path]) -> None:
     prompt = [list(range(3, 60))]
     with LLM(folders("llama")) as llm, LLM(folder) as fresh:
         llm.generate(prompt, LONG)
@@ -363,7 +374,7 @@ def test_cached_prefixes_are_dropped(folder: Path, folders: Callable[..., Path])
         assert after.outputs[0].logprobs == expected.outputs[0].logprobs
 
 
-def test_versions_count_on_or_are_given() -> None:
+def test_weight_version_is_incremented_or_given() -> None:
     with LLM(make("llama")) as llm:
         assert llm.generate(PROMPTS[0], LONG)[0].weight_version == 0
         assert llm.update_weights(other()) == 1
@@ -382,7 +393,7 @@ def test_versions_count_on_or_are_given() -> None:
 
 
 def updated_after(llm: LLM, steps: int, prompts, params, **options) -> list[Result]:
-    """Results of requests between whose steps the weights are updated once."""
+    """Return the results of requests with one weight update after `steps` steps."""
     requests = submitted(llm, prompts, [params] * len(prompts))
     assert all(llm.engine.step() for _ in range(steps))
     llm.update_weights(other(), **options)
@@ -392,7 +403,7 @@ def updated_after(llm: LLM, steps: int, prompts, params, **options) -> list[Resu
 
 
 def spliced(old: LLM, new: LLM, prompt: list[int], versions: list[int]) -> list[int]:
-    """What one hand would write that made each token with the weights of that version."""
+    """Return tokens sampled one by one, each with the weights of its version."""
     row = list(prompt)
     for version in versions:
         module = (new if version else old).engine.runner.module
@@ -401,7 +412,7 @@ def spliced(old: LLM, new: LLM, prompt: list[int], versions: list[int]) -> list[
     return row[len(prompt) :]
 
 
-def test_what_runs_goes_on_with_the_new_weights() -> None:
+def test_running_requests_continue_with_new_weights() -> None:
     with LLM(make("llama")) as llm, LLM(make("llama")) as old, LLM(other()) as new:
         found = [result.outputs[0] for result in updated_after(llm, 5, PROMPTS, LONG)]
         for prompt, completion in zip(PROMPTS, found, strict=True):
@@ -412,7 +423,7 @@ def test_what_runs_goes_on_with_the_new_weights() -> None:
             assert completion.token_ids == spliced(old, new, prompt, versions)
 
 
-def test_what_runs_begins_again_if_told_to() -> None:
+def test_running_requests_start_over_with_restart() -> None:
     with LLM(make("llama")) as llm, LLM(other()) as fresh:
         params = SamplingParams(max_tokens=12, seed=3, n=3, ignore_eos=True, prompt_logprobs=2)
         found = updated_after(llm, 5, PROMPTS, params, restart=True)
@@ -425,7 +436,7 @@ def test_what_runs_begins_again_if_told_to() -> None:
         assert llm.stats()["blocks_used"] == 0
 
 
-def test_a_stream_that_was_read_goes_on_and_is_not_begun_again() -> None:
+def test_stream_already_read_continues_despite_restart() -> None:
     with LLM(make("llama")) as llm:
         stream = llm.stream(PROMPTS[0], LONG)
         ids = [*next(stream).token_ids, *next(stream).token_ids]
@@ -440,7 +451,7 @@ def test_a_stream_that_was_read_goes_on_and_is_not_begun_again() -> None:
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_beams_go_on_or_begin_again(restart: bool) -> None:
+def test_beam_search_continues_or_restarts_after_update(restart: bool) -> None:
     params = SamplingParams(num_beams=3, n=3, max_tokens=8, temperature=0, ignore_eos=True)
     with LLM(make("llama"), max_sequences=2) as llm, LLM(other()) as fresh:
         ours = updated_after(llm, 4, PROMPTS, params, restart=restart)
@@ -453,7 +464,7 @@ def test_beams_go_on_or_begin_again(restart: bool) -> None:
                 assert [c.token_ids for c in a.outputs] == [c.token_ids for c in b.outputs]
 
 
-def test_weights_that_change_in_the_middle_of_a_prompt_report_on_all_of_it() -> None:
+def test_update_during_prefill_recomputes_all_prompt_logprobs() -> None:
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
     prompt = [list(range(3, 100))]
     with LLM(make("llama"), max_batch_tokens=16) as llm, LLM(other()) as fresh:
@@ -461,7 +472,7 @@ def test_weights_that_change_in_the_middle_of_a_prompt_report_on_all_of_it() -> 
         assert ours.prompt_logprobs == theirs.prompt_logprobs
 
 
-def test_weights_come_while_it_is_paused_or_asleep(
+def test_update_during_sleep_is_rejected_only_if_weights_sleep(
     folder: Path, folders: Callable[..., Path]
 ) -> None:
     with LLM(folders("llama")) as llm, LLM(other()) as fresh:
@@ -479,14 +490,14 @@ def test_weights_come_while_it_is_paused_or_asleep(
         assert llm.update_weights(folder) == 1
 
 
-def test_an_engine_that_is_closed_takes_no_weights() -> None:
+def test_update_of_closed_engine_is_rejected() -> None:
     llm = LLM(make("llama"))
     llm.close()
     with pytest.raises(VerbatimError, match="closed"):
         llm.update_weights(other())
 
 
-def test_an_owner_who_changes_a_live_module_says_so() -> None:
+def test_weights_changed_applies_external_edits_of_live_module() -> None:
     module = make("llama")
     with LLM(module) as llm, LLM(other()) as fresh:
         stream = llm.stream(PROMPTS[0], LONG)
@@ -499,13 +510,13 @@ def test_an_owner_who_changes_a_live_module_says_so() -> None:
         assert words(llm) == words(fresh)
 
 
-def test_a_petals_session_goes_on_across_a_weight_update() -> None:
-    """From there on it says what the new weights say behind all that was said before."""
+def test_petals_session_continues_across_weight_update() -> None:
+    """After the update, it gives the tokens of the new weights after all earlier tokens."""
     prompt = torch.tensor([[5, 9, 300, 41]])
     plain = dict(max_new_tokens=6, do_sample=False, top_k=0, top_p=1.0, eos_token_id=None)
     from_pretrained = petals.AutoDistributedModelForCausalLM.from_pretrained
     with LLM() as llm, LLM() as before:
-        weights = llm.engine.runner.decoder.held.named_parameters()
+        weights = llm.engine.runner.decoder.raw_module.named_parameters()
         drawn = torch.Generator().manual_seed(1)
         new = {n: t + 0.02 * torch.randn(t.shape, generator=drawn).to(t.dtype) for n, t in weights}
         model = from_pretrained(llm)

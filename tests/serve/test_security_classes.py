@@ -1,8 +1,8 @@
-"""The classes of vulnerabilities that other engines had: each a test by that name.
+"""Vulnerability classes known from other engines, one or more tests for each.
 
-More of each is in tests/unit/test_untrusted.py (checkpoints), tests/placement (DCP, transport of clusters),
-tests/unit/test_text.py (templates), tests/unit/test_grammar.py (structures) and test_serve_starving.py
-(values of every body).
+Further tests are in tests/unit/test_untrusted.py (checkpoints), tests/placement (DCP, cluster transport),
+tests/unit/test_text.py (templates), tests/unit/test_grammar.py (structured outputs) and
+test_serve_starving.py (hostile values in any request field).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from support.serving import Served, request_of, routes_of, serving, until
 from support.stages import ThreadHosts
 from support.toys import make_toy
 from verbatim import LLM, Cluster, InvalidRequest, Offload, SamplingParams
+from verbatim.api.opening import plan_offload
 from verbatim.errors import VerbatimError
 from verbatim.model.loader import ModelSource
-from verbatim.opening import plan_offload
 from verbatim.placement.distributed import wire
 from verbatim.placement.options import engine_options
 from verbatim.serve.app import make_app
@@ -42,7 +42,7 @@ from verbatim.serve.settings import ServeSettings
 
 KEY = "a-key-of-eight"
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
-SAYS = [{"role": "user", "content": "Hi"}]
+MESSAGES = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
 PACKAGE = Path(verbatim.__file__).parent
 
@@ -56,19 +56,19 @@ def served() -> Iterator[Served]:
 
 
 class Evil:
-    """Unpickled as a call."""
+    """Calls `exec` when unpickled."""
 
     def __reduce__(self) -> Any:
         return exec, ("raise SystemExit('unpickled')",)
 
 
-def test_pickle_on_an_inter_process_socket() -> None:
+def test_inter_process_sockets_do_not_unpickle() -> None:
     raw = pickle.dumps(Evil())
     with pytest.raises(wire.Garbage):
         wire.sizes(raw.ljust(wire.PREFIX.size, b"\0")[: wire.PREFIX.size])
     with pytest.raises(wire.Garbage):
         wire.decode(raw, bytearray())
-    # Nothing of the package unpickles, nor calls what does, but for torch's restricted reading of files.
+    # The package neither unpickles nor calls what does, except torch's restricted file loading.
     unpickling = {
         "loads",
         "Unpickler",
@@ -83,7 +83,9 @@ def test_pickle_on_an_inter_process_socket() -> None:
             imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 imported = [node.module or ""]
-            if modules & {name.partition(".")[0] for name in imported}:  # DCP's own unpickler
+            if modules & {
+                name.partition(".")[0] for name in imported
+            }:  # DCP's restricted unpickler
                 assert file.parent.name == "dcp" and imported == ["pickle"], file
             if isinstance(node, ast.Attribute):
                 owner = node.value.id if isinstance(node.value, ast.Name) else ""
@@ -101,14 +103,16 @@ def test_pickle_on_an_inter_process_socket() -> None:
     "array",
     [["float32", [2**40]], ["float32", [-1]], ["float32", ["1"]], ["object", [1]], ["int8"], 5],
 )
-def test_tensor_deserialization(array: Any) -> None:
+def test_malformed_tensor_headers_are_rejected(array: Any) -> None:
     header = json.dumps({"do": "step", "x": {"\0array": array}}).encode()
     with pytest.raises(wire.Garbage):
         wire.decode(header, bytearray(64))
 
 
 @pytest.mark.parametrize("indices", [[[0, 10**9]], [[-(2**40), 1]]])
-def test_tensor_deserialization_of_sparse_tensors(tmp_path: Path, indices: list[list[int]]) -> None:
+def test_sparse_tensors_with_bad_indices_are_rejected(
+    tmp_path: Path, indices: list[list[int]]
+) -> None:
     module = make_toy("llama")
     module.save_pretrained(tmp_path)
     tensors = module.state_dict()
@@ -127,7 +131,7 @@ def code(ran: Path) -> str:
 
 
 class Runs:
-    """Unpickled as a call that writes the file `ran`."""
+    """Writes the file `ran` when unpickled."""
 
     def __init__(self, ran: Path) -> None:
         self.ran = ran
@@ -150,7 +154,7 @@ def trap_config(folder: Path, ran: Path) -> None:
 
 
 def trap_nothing(folder: Path, ran: Path) -> None:
-    """A known type: its own code is what `auto_map` and the files beside it would replace."""
+    """Keep the known model type, whose code `auto_map` and the files next to it would replace."""
 
 
 def trap_weights(folder: Path, ran: Path) -> None:
@@ -159,7 +163,7 @@ def trap_weights(folder: Path, ran: Path) -> None:
 
 
 def trap_old_weights(folder: Path, ran: Path) -> None:
-    """The format before zip files."""
+    """Use torch's format from before zip files."""
     without_safetensors(folder)
     weights = {"model.norm.weight": Runs(ran)}
     torch.save(weights, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
@@ -173,7 +177,7 @@ def trap_shards(folder: Path, ran: Path) -> None:
 
 
 def trap_adapter(folder: Path, ran: Path) -> None:
-    """A base model that the folder's adapter would bring."""
+    """Hide the code in a base model that the folder's adapter names."""
     base = folder / "base"
     base.mkdir()
     (folder / "config.json").rename(base / "config.json")
@@ -187,7 +191,7 @@ TRAPS = (trap_nothing, trap_config, trap_weights, trap_old_weights, trap_shards,
 
 
 def trapped(folder: Path, trap: Callable[[Path, Path], None], ran: Path) -> Path:
-    """Write a folder in which whatever may hold code writes the file `ran` once it runs."""
+    """Write a model folder in which every file that may hold code writes the file `ran` if executed."""
     module = make_toy("llama")
     module.save_pretrained(folder)
     save_adapter(folder, module)
@@ -216,7 +220,7 @@ def chats(llm: LLM) -> None:
 
 
 def serves_training(path: Path) -> None:
-    """A body of bytes that are a pickle, and the path of a folder in place of a file."""
+    """Send every file of the folder as new weights, then the folder itself as an adapter."""
     settings = ServeSettings(training=True, api_keys=(KEY,), adapter_root=str(path.parent))
     with LLM() as llm, serving(llm, settings) as server:
         server.client.headers["authorization"] = f"Bearer {KEY}"
@@ -229,7 +233,7 @@ def serves_training(path: Path) -> None:
 
 
 def loads_files(path: Path) -> None:
-    """Every file of the folder, as a session and as new weights."""
+    """Load every file of the folder as a session and as new weights, then the folder as an adapter."""
     with LLM() as llm:
         for file in sorted(file for file in path.rglob("*") if file.is_file()):
             with pytest.raises(VerbatimError):
@@ -240,7 +244,7 @@ def loads_files(path: Path) -> None:
 
 
 def finds_prefixes(path: Path) -> None:
-    """Every cached prefix replaced by a pickle: a miss."""
+    """Replace every saved prefix by a pickle, which must be a cache miss."""
     kept = path / "kept"
     prompt = list(range(40))
     open_ = partial(LLM, prefix_folder=kept, block_size=8, kv_memory="16MB")
@@ -258,7 +262,7 @@ def finds_prefixes(path: Path) -> None:
 
 
 def reads_dcp(path: Path) -> None:
-    """A checkpoint whose config and tokenizer are the folder's."""
+    """Open a DCP checkpoint with the config and tokenizer of the folder."""
     name = path / "step_1"
     name.mkdir()
     (name / ".metadata").write_bytes((path / "optimizer.pt").read_bytes())
@@ -272,8 +276,8 @@ def reads_dcp(path: Path) -> None:
     chats(LLM(name, config=path, tokenizer=path))
 
 
-# All ways in which a folder, a file or a body of another's making enters. Each either refuses, or takes no
-# more than data.
+# All entry points for untrusted folders, files and request bodies. Each either rejects them or reads only
+# data.
 ENTRANCES: dict[str, Callable[[Path], object]] = {
     "model": lambda path: chats(LLM(path)),
     "model offloaded": lambda path: chats(LLM(path, placement=Offload(cpu="64MB"))),
@@ -296,7 +300,7 @@ ENTRANCES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's, of dcp.save
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.__name__)
 @pytest.mark.parametrize("entrance", ENTRANCES)
-def test_code_from_a_checkpoint_without_consent(
+def test_checkpoint_code_does_not_run_without_consent(
     tmp_path: Path, entrance: str, trap: Callable[[Path, Path], None]
 ) -> None:
     ran = tmp_path / "ran"
@@ -306,10 +310,8 @@ def test_code_from_a_checkpoint_without_consent(
     assert not ran.exists()
 
 
-def test_code_from_a_checkpoint_with_consent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The traps are set: with consent, they run."""
+def test_checkpoint_code_runs_with_consent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proves that the traps of the previous test work."""
     modules = tmp_path / "modules"
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
     ran = tmp_path / "ran"
@@ -331,20 +333,20 @@ def test_code_from_a_checkpoint_with_consent(
         "{{ 'a' * 10**9 }}",
     ],
 )
-def test_chat_template_injection(tmp_path: Path, template: str) -> None:
+def test_malicious_chat_template_is_rejected(tmp_path: Path, template: str) -> None:
     llm_template = template.replace("RAN", str(tmp_path / "ran"))
     with LLM() as llm:
         llm.tokenizer.hf.chat_template = llm_template
         with pytest.raises(VerbatimError):
-            llm.chat(SAYS)
+            llm.chat(MESSAGES)
     assert not (tmp_path / "ran").exists()
 
 
-def test_chat_template_injection_by_a_client(served: Served) -> None:
+def test_client_cannot_set_chat_template(served: Served) -> None:
     given = {"chat_template": "{{ 7 * 7 }}"}
-    error = served.refused(CHAT, {"messages": SAYS, "chat_template_kwargs": given})
+    error = served.refused(CHAT, {"messages": MESSAGES, "chat_template_kwargs": given})
     assert "chat_template" in error["message"]
-    served.refused(CHAT, {"messages": SAYS} | given)
+    served.refused(CHAT, {"messages": MESSAGES} | given)
 
 
 @pytest.mark.parametrize(
@@ -361,16 +363,18 @@ def test_chat_template_injection_by_a_client(served: Served) -> None:
         {"minLength": 10**12, "type": "string"},
     ],
 )
-def test_schema_and_regex_crash_or_blow_up(served: Served, schema: dict[str, Any]) -> None:
+def test_invalid_or_costly_schemas_do_not_crash_server(
+    served: Served, schema: dict[str, Any]
+) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    body = {"messages": SAYS, "response_format": form, "max_tokens": 2}
+    body = {"messages": MESSAGES, "response_format": form, "max_tokens": 2}
     answer = served.client.post(CHAT, json=body)
     is_costly = "(a+)+" in str(schema) or "{1," in str(schema)
     assert answer.status_code == (200 if is_costly else 400)
-    # The other ways in which a schema comes.
+    # The other fields that take a schema.
     nested = {"type": "object", "properties": {"x": schema}}
     function = {"name": "f", "parameters": nested}
-    says: dict[str, Any] = {"messages": SAYS, "max_tokens": 2}
+    says: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 2}
     others: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions", {"prompt": "x", "json_schema": schema}),
         ("/v1/completions", {"prompt": "x", "structured_outputs": {"json": schema}}),
@@ -386,14 +390,14 @@ def test_schema_and_regex_crash_or_blow_up(served: Served, schema: dict[str, Any
     assert served.client.get("/health").status_code == 200
 
 
-def test_unbounded_fan_out(served: Served) -> None:
+def test_unbounded_fan_out_is_rejected(served: Served) -> None:
     for change in ({"n": 10**6}, {"prompt": ["x"] * 1000, "n": 100}, {"num_beams": 10**6}):
         served.refused("/v1/completions", {"prompt": "x"} | change)
-    served.refused(CHAT, {"messages": SAYS, "n": 10**6})
+    served.refused(CHAT, {"messages": MESSAGES, "n": 10**6})
 
 
-def test_leak_by_abort(served: Served) -> None:
-    """By clients that leave within a request, an answer or a stream, some without a farewell."""
+def test_aborted_requests_leak_no_tasks_or_blocks(served: Served) -> None:
+    """Clients disconnect during a request, a response or a stream, some with a TCP reset."""
     tasks = served.num_tasks()
     for number in range(40):
         body = {"prompt": "x", "max_tokens": 400, "n": 4, "stream": number % 2 > 0}
@@ -405,17 +409,17 @@ def test_leak_by_abort(served: Served) -> None:
             if number % 5 == 0:
                 reset = struct.pack("ii", 1, 0)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
-    until(lambda: served.num_tasks() <= tasks)  # the last ones may not have been heard of yet
+    until(lambda: served.num_tasks() <= tasks)  # the last disconnects may not have been noticed yet
     served.until_idle()
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_control_routes_without_a_key(tmp_path: Path, training: bool) -> None:
+def test_routes_without_api_key_return_401(tmp_path: Path, training: bool) -> None:
     settings = ServeSettings(api_keys=(KEY,), training=training, adapter_root=str(tmp_path))
     with LLM() as llm, serving(llm, settings) as server:
         routes = list(routes_of(make_app(llm, settings).routes))
         paths = {re.sub(r"\{.*?\}", "x", route.path) for route in routes}
-        assert all(route.methods for route in routes)  # HTTP, which the guard sees
+        assert all(route.methods for route in routes)  # all are HTTP routes, which the guard checks
         assert training == bool(paths & {"/pause", "/update_weights"})
         before = llm.info(), llm.stats()["weight_version"]
         wrong = ("", "Bearer", f"Bearer {KEY[:-1]}", f"Basic {KEY}")
@@ -437,8 +441,7 @@ def test_control_routes_without_a_key(tmp_path: Path, training: bool) -> None:
         assert not llm.stats()["paused"]
 
 
-def test_server_side_request_forgery(served: Served) -> None:
-    """No body makes the server fetch anything."""
+def test_server_does_not_fetch_urls_in_requests(served: Served) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/x"
         for part in (

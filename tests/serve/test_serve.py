@@ -1,4 +1,4 @@
-"""The endpoints of `verbatim serve`: what each field does, and that the words are those of `LLM.generate`."""
+"""The endpoints of `verbatim serve`: effects of each field, and the same tokens as `LLM.generate`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.programs import PATIENCE_S
 from support.serving import Client, Served, serving
 from verbatim import LLM, SamplingParams
-from verbatim.sampling.json_schema import closed
+from verbatim.sampling.json_schema import close_objects
 from verbatim.serve.fields import ChatCompletions, Completions, Sampling
 from verbatim.serve.responses import Responses
 
 PROMPT = "Once upon a time"
-SAYS = [{"role": "user", "content": "Tell me a story."}]
+MESSAGES = [{"role": "user", "content": "Tell me a story."}]
 SEEDED: dict[str, Any] = {"seed": 7, "max_tokens": 24, "temperature": 1.0}
 
 
@@ -32,7 +32,7 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture
 def admitted(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[SamplingParams]:
-    """The params of all requests of a test."""
+    """Collect the sampling parameters of all requests that a test makes."""
     found: list[SamplingParams] = []
     plain = served.llm.engine.admission.admit
 
@@ -44,7 +44,7 @@ def admitted(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[SamplingPa
     return found
 
 
-# ---- every field that sampling has: what is sent, and what SamplingParams must then say
+# ---- every sampling field: the value sent, and the expected value in SamplingParams
 
 SENT: dict[str, tuple[Any, Any]] = {
     "temperature": (2.0, 2.0),
@@ -75,10 +75,10 @@ SENT: dict[str, tuple[Any, Any]] = {
     "cache_salt": ("s", "s"),
     "draft": (False, False),
 }
-# Without an effect on the words of this prompt, or with none but together with another field.
+# Fields that do not change the text of this prompt, or only do so together with another field.
 SILENT = "n min_tokens ignore_eos skip_special_tokens priority timeout_s cache_salt draft".split()
 SILENT += ["include_stop_str_in_output", "any_whitespace"]
-NOT_SAMPLING = {"model", "user", "stream"}  # which have tests of their own
+NOT_SAMPLING = {"model", "user", "stream"}  # these have tests of their own
 HARMLESS: dict[str, Any] = {
     "metadata": {"a": "b"},
     "store": True,
@@ -89,20 +89,20 @@ HARMLESS: dict[str, Any] = {
 }
 
 
-def test_no_field_of_sampling_is_without_a_test():
+def test_every_sampling_field_has_a_test():
     assert SENT.keys() | NOT_SAMPLING | HARMLESS.keys() == Sampling.model_fields.keys()
 
 
 @pytest.fixture(scope="module")
 def plain(served: Served) -> Any:
-    """What comes of the prompt alone."""
+    """The completion without any optional field."""
     return served.post("/v1/completions", prompt=PROMPT, **SEEDED, logprobs=0)["choices"][0]
 
 
 @pytest.mark.parametrize("name", SENT)
-def test_a_field_of_sampling_does_what_it_does_in_params(served, admitted, plain, name):
+def test_sampling_field_has_same_effect_as_in_params(served, admitted, plain, name):
     value, meant = SENT[name]
-    served.post("/v1/chat/completions", messages=SAYS, max_tokens=12, **{name: value})
+    served.post("/v1/chat/completions", messages=MESSAGES, max_tokens=12, **{name: value})
     if name == "n":
         assert served.refused("/v1/responses", {"input": "Hi", "n": 2})["param"] == "n"
     else:
@@ -123,8 +123,8 @@ def test_a_field_of_sampling_does_what_it_does_in_params(served, admitted, plain
         assert answer["choices"][0]["text"] != plain["text"]
 
 
-def test_the_words_are_those_of_generate_alone_and_in_company(served):
-    """Prompts as text, as ids, and several of each; completions of one prompt behind one another."""
+def test_completions_of_one_or_many_prompts_match_generate(served):
+    """Prompts are text or token ids, one or several. The choices of one prompt are adjacent."""
     many = [PROMPT, "The dragon", "Lily and Ben went to the park. " * 20]
     ids = [served.llm.tokenizer.encode(text) for text in many]
     results = served.llm.generate(many, SamplingParams(**SEEDED, n=2))
@@ -153,7 +153,7 @@ def test_the_words_are_those_of_generate_alone_and_in_company(served):
         pytest.param({"seed": -2}, {"seed": 2**64 - 2}, id="signed-seed"),
     ],
 )
-def test_a_field_of_completions_alone(served, body, params):
+def test_completions_only_field_matches_generate(served, body, params):
     answer = served.post("/v1/completions", prompt=PROMPT, **SEEDED | body, logprobs=2)
     (result,) = served.llm.generate([PROMPT], SamplingParams(**SEEDED | params, logprobs=2))
     (output,) = result.outputs
@@ -165,13 +165,13 @@ def test_a_field_of_completions_alone(served, body, params):
         assert 1 <= len(found) <= 3
 
 
-def test_sixteen_tokens_unless_told_otherwise(served):
+def test_completions_default_to_16_tokens(served):
     answer = served.post("/v1/completions", prompt=PROMPT, ignore_eos=True)
     assert answer["usage"]["completion_tokens"] == 16
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_echo_has_the_prompt_and_its_log_probs_which_are_those_of_score(served):
+def test_echo_returns_prompt_with_logprobs_equal_to_score(served):
     body = SEEDED | {"echo": True, "logprobs": 1}
     answer = served.post("/v1/completions", prompt=PROMPT, **body)
     (choice,) = answer["choices"]
@@ -193,7 +193,7 @@ def test_echo_has_the_prompt_and_its_log_probs_which_are_those_of_score(served):
     )
 
 
-def test_a_stop_ends_the_text_and_is_told(served):
+def test_stop_string_ends_text_and_is_reported(served):
     text = served.post("/v1/completions", prompt=PROMPT, **SEEDED)["choices"][0]["text"]
     stop = text.split()[-2]
     (choice,) = served.post("/v1/completions", prompt=PROMPT, **SEEDED, stop=stop)["choices"]
@@ -214,14 +214,17 @@ STREAMED: dict[str, dict[str, Any]] = {
     "several": {"prompt": [PROMPT, "The dragon", "A cat"], "n": 2, "logprobs": 0},
     "stop": {"stop": ["there"]},
     "beams": {"num_beams": 3, "n": 2},
-    "emoji": {"allowed_token_ids": list(range(150, 260)), "logprobs": 1},  # bytes of characters
+    "emoji": {
+        "allowed_token_ids": list(range(150, 260)),
+        "logprobs": 1,
+    },  # single bytes of characters
     "usage": {"stream_options": {"include_usage": True}},
     "no-usage": {"stream_options": {"include_usage": False}},
 }
 
 
 @pytest.mark.parametrize("name", STREAMED)
-def test_a_stream_of_completions_comes_to_the_whole(served, name):
+def test_completion_stream_joins_to_unstreamed_response(served, name):
     body = {"prompt": PROMPT} | SEEDED | STREAMED[name]
     pieces = served.stream("/v1/completions", **body)
     options = body.pop("stream_options", {})
@@ -250,11 +253,11 @@ def test_a_stream_of_completions_comes_to_the_whole(served, name):
 # ---- chats
 
 
-def test_a_chat_is_what_the_template_makes_of_it(served):
-    """The model's own generation_config settles what is left open, as with the chat command."""
+def test_chat_completion_matches_llm_chat(served):
+    """Fields that are not set come from the model's generation_config, as in the chat command."""
     params = served.llm.default_params().replace(seed=3, max_tokens=10, logprobs=2)
-    wanted = served.llm.chat(SAYS, params).outputs[0]
-    body = {"messages": SAYS, "seed": 3, "logprobs": True, "top_logprobs": 2}
+    wanted = served.llm.chat(MESSAGES, params).outputs[0]
+    body = {"messages": MESSAGES, "seed": 3, "logprobs": True, "top_logprobs": 2}
     for limit in ("max_tokens", "max_completion_tokens"):
         answer = served.post("/v1/chat/completions", **body, **{limit: 10})
         (choice,) = answer["choices"]
@@ -271,8 +274,10 @@ def test_a_chat_is_what_the_template_makes_of_it(served):
     mine = [piece["choices"][0] for piece in pieces if piece["choices"][0]["index"] == 0]
     assert mine[0]["delta"] == {"role": "assistant", "content": ""}
     assert "".join(piece["delta"].get("content", "") for piece in mine) == wanted.text
-    told = [entry for piece in mine if piece["logprobs"] for entry in piece["logprobs"]["content"]]
-    assert told == entries
+    streamed = [
+        entry for piece in mine if piece["logprobs"] for entry in piece["logprobs"]["content"]
+    ]
+    assert streamed == entries
     assert mine[-1]["delta"] == {}
     assert mine[-1]["finish_reason"] == choice["finish_reason"]
     usage = served.stream(
@@ -282,15 +287,15 @@ def test_a_chat_is_what_the_template_makes_of_it(served):
     assert usage["usage"] == answer["usage"]
 
 
-def test_parts_of_text_are_one_text(served):
+def test_text_parts_are_joined_and_image_parts_rejected(served):
     parts = [{"type": "text", "text": "Tell me "}, {"type": "text", "text": "a story."}]
-    told = [
+    answers = [
         served.post(
             "/v1/chat/completions", messages=[{"role": "user", "content": c}], seed=1, max_tokens=8
         )
         for c in (parts, "Tell me a story.")
     ]
-    assert told[0]["choices"] == told[1]["choices"]
+    assert answers[0]["choices"] == answers[1]["choices"]
     image = [{"type": "image_url", "image_url": {"url": "data:"}}]
     error = served.refused(
         "/v1/chat/completions", {"messages": [{"role": "user", "content": image}]}
@@ -299,12 +304,12 @@ def test_parts_of_text_are_one_text(served):
     assert "'image_url'" in error["message"]
 
 
-def test_a_response_format_is_an_object_or_a_text(served):
+def test_response_format_json_object_or_text(served):
     any_object = {"response_format": {"type": "json_object"}, "max_tokens": 4, "seed": 1}
-    answer = served.post("/v1/chat/completions", messages=SAYS, **any_object)
+    answer = served.post("/v1/chat/completions", messages=MESSAGES, **any_object)
     assert answer["choices"][0]["message"]["content"].startswith("{")
     text = {"response_format": {"type": "text"}, "max_tokens": 4, "seed": 1}
-    answer = served.post("/v1/chat/completions", messages=SAYS, **text)
+    answer = served.post("/v1/chat/completions", messages=MESSAGES, **text)
     assert not answer["choices"][0]["message"]["content"].startswith("{")
 
 
@@ -336,26 +341,26 @@ def test_a_response_format_is_an_object_or_a_text(served):
     ],
     ids=lambda value: json.dumps(value)[:60],
 )  # fmt: skip
-def test_what_a_chat_can_not_have_is_refused_by_name(served, change, param):
-    error = served.refused("/v1/chat/completions", {"messages": SAYS} | change)
+def test_invalid_chat_field_is_rejected_by_name(served, change, param):
+    error = served.refused("/v1/chat/completions", {"messages": MESSAGES} | change)
     if param is not None:
         assert error["param"] == param or error["message"].startswith(param), error
     name = next(iter(change))
     assert name.split("_")[0] in error["message"] or name in error["message"], error
 
 
-# ---- what is refused everywhere
+# ---- requests rejected by every endpoint
 
 
 ASKED: dict[str, tuple[type[Sampling], dict[str, Any]]] = {
     "/v1/completions": (Completions, {"prompt": "x"}),
-    "/v1/chat/completions": (ChatCompletions, {"messages": SAYS}),
+    "/v1/chat/completions": (ChatCompletions, {"messages": MESSAGES}),
     "/v1/responses": (Responses, {"input": "x"}),
 }
 
 
 @pytest.mark.parametrize("path", ASKED)
-def test_an_unknown_field_and_another_model_are_refused(served, path):
+def test_unknown_field_and_unknown_model_are_rejected(served, path):
     own, body = ASKED[path]
     for name in ("suffix", "best_of", "int", "Mode", "a[b"):
         error = served.refused(path, body | {name: 1})
@@ -382,7 +387,7 @@ STRUCTURED = ("json_schema", "response_format", "text")
 
 
 @pytest.mark.parametrize("path", ASKED)
-def test_fields_without_a_meaning_here_change_nothing(served, path):
+def test_ignored_openai_fields_change_nothing(served, path):
     body = ASKED[path][1] | {"seed": 1}
     plain, answer = served.post(path, **body), served.post(path, **body, **HARMLESS)
     changing = {"id", "created", "created_at", "completed_at"}
@@ -414,7 +419,7 @@ WRONG: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_value_of_another_type_or_range_is_refused_by_name(served, name):
+def test_field_of_wrong_type_or_range_is_rejected_by_name(served, name):
     for value in WRONG[name]:
         body = json.dumps({"model": "storyteller", "prompt": "x", name: value})
         answer = served.client.post(
@@ -427,11 +432,11 @@ def test_a_value_of_another_type_or_range_is_refused_by_name(served, name):
 
 @pytest.mark.parametrize("prompt", ["", [], [""], [[]], [-1], [10**9], [1.5], [True], ["a", 5], None, {}],
                          ids=repr)  # fmt: skip
-def test_a_prompt_that_is_none_is_refused(served, prompt):
+def test_invalid_prompt_is_rejected(served, prompt):
     assert served.refused("/v1/completions", {"prompt": prompt})["param"].startswith("prompt")
 
 
-def test_a_prompt_that_is_too_long_is_refused_as_clients_know_it(served):
+def test_too_long_prompt_and_too_many_choices_are_rejected(served):
     error = served.refused("/v1/completions", {"prompt": [5] * 3000})
     assert error["code"] == "context_length_exceeded"
     assert "3000" in error["message"]
@@ -439,13 +444,13 @@ def test_a_prompt_that_is_too_long_is_refused_as_clients_know_it(served):
     assert "128" in error["message"]
 
 
-def test_nothing_that_can_be_drawn_is_the_fault_of_who_asked(served):
+def test_request_that_bans_every_token_is_a_client_error(served):
     body = {"prompt": "x", "allowed_token_ids": [5], "bad_words": [[5]]}
     assert "no token can be drawn" in served.refused("/v1/completions", body)["message"]
     served.until_idle()
 
 
-# ---- ours
+# ---- Verbatim's own endpoints
 
 
 NATIVE: list[dict[str, Any]] = [
@@ -463,7 +468,7 @@ NATIVE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", NATIVE, ids=lambda fields: next(iter(fields)))
-def test_generate_gives_what_generate_gives(served, admitted, fields):
+def test_generate_endpoint_matches_llm_generate(served, admitted, fields):
     fields = {"seed": 5, "max_tokens": 6} | fields
     answer = served.post("/v1/generate", prompt=PROMPT, params=fields)
     params = SamplingParams(**fields)
@@ -489,7 +494,7 @@ def test_generate_gives_what_generate_gives(served, admitted, fields):
         ({"replay_indices": [[[0]]]}, "indexer"),
     ],
 )
-def test_generate_refuses_what_the_model_can_not_do(served, fields, said):
+def test_generate_rejects_features_the_model_lacks(served, fields, said):
     assert said in served.refused("/v1/generate", {"prompt": PROMPT, "params": fields})["message"]
 
 
@@ -506,7 +511,7 @@ def test_generate_streams_deltas_that_end_with_the_result(served):
         assert name in error["message"]
 
 
-def test_logprobs_are_those_of_score(served):
+def test_logprobs_endpoint_matches_llm_score(served):
     texts = [PROMPT, "The cat"]
     ids = [served.llm.tokenizer.encode(text) for text in texts]
     wanted = served.llm.score(texts)
@@ -521,7 +526,7 @@ def test_logprobs_are_those_of_score(served):
     assert served.refused("/v1/logprobs", wrong)["param"] == "top_logprobs"
 
 
-def test_texts_become_ids_and_ids_texts(served):
+def test_tokenize_and_detokenize(served):
     text = "Once there was a 🦊."
     tokenizer = served.llm.tokenizer
     answer = served.post("/tokenize", text=text, return_tokens=True)
@@ -529,23 +534,23 @@ def test_texts_become_ids_and_ids_texts(served):
     assert (answer["count"], answer["max_length"]) == (len(answer["ids"]), served.llm.max_length)
     assert len(answer["tokens"]) == answer["count"]
     assert served.post("/detokenize", ids=answer["ids"]) == {"text": text}
-    ids = served.post("/tokenize", messages=SAYS)["ids"]
-    assert ids == served.llm._chat_ids(SAYS)
+    ids = served.post("/tokenize", messages=MESSAGES)["ids"]
+    assert ids == served.llm._chat_ids(MESSAGES)
     assert served.post("/detokenize", ids=ids)["text"].startswith("<|im_start|>")
     assert not served.post("/detokenize", ids=ids, skip_special_tokens=True)["text"].startswith("<")
     bare = served.post("/tokenize", text=text, add_special_tokens=False)["ids"]
     assert bare == tokenizer.encode(text, special_tokens=False)
     for body in (
         {},
-        {"text": "x", "messages": SAYS},
-        {"messages": SAYS, "add_special_tokens": True},
+        {"text": "x", "messages": MESSAGES},
+        {"messages": MESSAGES, "add_special_tokens": True},
     ):
         served.refused("/tokenize", body)
     for ids in ([-1], [10**6], [2**40]):
         assert str(ids[0]) in served.refused("/detokenize", {"ids": ids})["message"]
 
 
-def test_models_health_and_the_engine(served):
+def test_models_health_and_engine_endpoints(served):
     (model,) = served.client.get("/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == ("storyteller", served.llm.max_length)
     assert model["numerics_key"] == served.llm.info()["numerics_key"]
@@ -559,7 +564,7 @@ def test_models_health_and_the_engine(served):
     assert engine["under_way"] == 0
 
 
-def test_metrics_count_what_was_asked(served):
+def test_metrics_count_tokens_requests_and_answers(served):
     def figures() -> dict[tuple[str, ...], float]:
         text = served.client.get("/metrics").text
         return {
@@ -586,19 +591,19 @@ def test_metrics_count_what_was_asked(served):
     assert after[("verbatim_running",)] == 0
 
 
-def test_the_user_is_written_down(served, caplog):
+def test_user_field_is_logged_and_returned(served, caplog):
     with caplog.at_level("INFO", "verbatim.serve"):
         answer = served.post("/v1/completions", prompt="x", max_tokens=1, user="Bo\n")
-        told = served.post("/v1/responses", input="x", max_output_tokens=1, user="Li")
+        response = served.post("/v1/responses", input="x", max_output_tokens=1, user="Li")
     assert [answer["id"] in record.getMessage() for record in caplog.records] == [True, False]
     assert "Bo\\n" in caplog.text
-    assert told["user"] == "Li"
+    assert response["user"] == "Li"
 
 
 # ---- responses
 
 
-def test_a_response_is_the_chat_of_its_items(served):
+def test_response_matches_chat_of_the_same_messages(served):
     items = [
         {"role": "user", "content": "Hi"},
         {
@@ -636,7 +641,7 @@ def test_a_response_is_the_chat_of_its_items(served):
     assert served.refused("/v1/responses", {"input": [call]})["param"] == "input.0.arguments"
 
 
-def test_the_events_of_a_response_come_in_order(served):
+def test_response_events_come_in_order(served):
     body = {"input": "Hi", "seed": 2, "max_output_tokens": 40}
     body["include"] = ["message.output_text.logprobs"]
     whole = served.post("/v1/responses", **body)
@@ -657,7 +662,7 @@ def test_the_events_of_a_response_come_in_order(served):
     assert len(done["logprobs"]) == whole["usage"]["output_tokens"]
 
 
-def test_the_document_names_every_endpoint_and_they_need_no_body_of_the_wrong_kind(served):
+def test_openapi_document_has_endpoints_and_field_limits(served):
     document = served.client.get("/openapi.json").json()
     assert {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/tokenize",
             "/detokenize", "/v1/logprobs", "/v1/generate", "/health", "/ready", "/metrics",
@@ -671,8 +676,8 @@ def test_the_document_names_every_endpoint_and_they_need_no_body_of_the_wrong_ki
     assert "only where the server allows it" in fields["priority"]["description"]
 
 
-def test_two_kinds_of_clients_at_once_get_the_words_of_one_alone(served):
-    """Coroutines here, a thread's own call there: one engine."""
+def test_http_and_in_process_calls_at_once_get_the_same_tokens(served):
+    """A stream over HTTP and `LLM.generate` in another thread share the engine."""
     alone = served.post("/v1/completions", prompt=PROMPT, **SEEDED)["choices"]
     with (
         Client(base_url=served.url) as other,
@@ -688,9 +693,9 @@ def test_two_kinds_of_clients_at_once_get_the_words_of_one_alone(served):
     served.until_idle()
 
 
-# ---- documents are compact: no answer is filled with whitespace, or with properties of its own
+# ---- JSON output is compact: no extra whitespace, no properties that the schema does not name
 
-SCHEMA: dict[str, Any] = {  # as pydantic writes it: it doesn't forbid other properties
+SCHEMA: dict[str, Any] = {  # as written by pydantic, which does not forbid other properties
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 12},
@@ -709,12 +714,12 @@ def texts_of(served: Served, path: str, **body: Any) -> list[str]:
         outputs = served.post(path, prompt="An animal:", params=MANY | body)["outputs"]
         return [output["text"] for output in outputs]
     if path == "/v1/messages":
-        return [served.post(path, messages=SAYS, seed=1, **body)["content"][0]["text"]]
+        return [served.post(path, messages=MESSAGES, seed=1, **body)["content"][0]["text"]]
     if path == "/v1/responses":
         body["max_output_tokens"] = body.pop("max_tokens")
         (item,) = served.post(path, input="Hi", seed=1, **body)["output"]
         return [item["content"][0]["text"]]
-    body |= {"messages": SAYS} if "chat" in path else {"prompt": "An animal:"}
+    body |= {"messages": MESSAGES} if "chat" in path else {"prompt": "An animal:"}
     choices = served.post(path, **MANY, **body)["choices"]
     return [c["message"]["content"] if "chat" in path else c["text"] for c in choices]
 
@@ -730,20 +735,20 @@ def texts_of(served: Served, path: str, **body: Any) -> list[str]:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_no_document_of_three_fields_is_cut_at_80_tokens(served, path, structure):
+def test_small_json_document_fits_in_80_tokens(served, path, structure):
     for text in texts_of(served, path, **structure):
         jsonschema.validate(json.loads(text), SCHEMA)
         assert json.loads(text).keys() == SCHEMA["properties"].keys()
 
 
-def test_any_object_has_no_free_whitespace(served):
+def test_json_object_mode_writes_no_extra_whitespace(served):
     texts = texts_of(served, "/v1/chat/completions", response_format={"type": "json_object"})
     assert all(text.startswith("{") for text in texts)
-    for text in texts:  # without its strings, the last of which may be cut
+    for text in texts:  # ignore string contents; the last string may be cut
         assert not re.search(r"\s\s|[\n\t]", re.sub(r'"(\\.|[^"\\])*("|\\?$)', "", text))
 
 
-def test_a_schema_that_allows_other_properties_has_them(served):
+def test_explicit_additional_properties_are_generated(served):
     schema = {
         "type": "object", "properties": {"a": {"const": 1}}, "required": ["a"],
         "additionalProperties": {"const": 2},
@@ -766,13 +771,13 @@ OPEN: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("schema", OPEN, ids=range(len(OPEN)))
-def test_a_schema_of_several_parts_for_one_value_stays_as_it_is(schema):
-    assert closed(schema) == schema
+def test_open_or_composed_schema_is_not_closed(schema):
+    assert close_objects(schema) == schema
 
 
-def test_objects_within_a_schema_are_closed_too():
+def test_nested_object_schemas_are_closed():
     node = {"properties": {"v": {}}}
     schema = {"items": node, "$defs": {"Node": node}, "const": node}
     shut = node | {"additionalProperties": False}
-    assert closed(schema) == {"items": shut, "$defs": {"Node": shut}, "const": node}
+    assert close_objects(schema) == {"items": shut, "$defs": {"Node": shut}, "const": node}
     assert node == {"properties": {"v": {}}}

@@ -1,4 +1,4 @@
-"""LoRA adapters over HTTP: named as models, loaded from one folder by clients with the key."""
+"""LoRA adapters over HTTP: selected by model name, loaded from one folder by clients with an API key."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def ids_of(served: Served, model: str) -> Any:
     return served.post("/v1/generate", **body)["outputs"][0]["token_ids"]
 
 
-def test_a_model_field_names_an_adapter(served: Served, llm: LLM) -> None:
+def test_model_field_selects_adapter(served: Served, llm: LLM) -> None:
     params = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
     for model, adapter in (("base", None), ("law", "law")):
         (result,) = llm.generate([IDS], params.replace(adapter=adapter))
@@ -61,8 +61,8 @@ def test_a_model_field_names_an_adapter(served: Served, llm: LLM) -> None:
     )
     assert by_params["outputs"][0]["token_ids"] == ids_of(served, "law")[:1]
     assert ids_of(served, "law") != ids_of(served, "base")
-    told = served.post("/v1/completions", model="law", prompt=IDS, max_tokens=2)
-    assert told["model"] == "law"
+    answer = served.post("/v1/completions", model="law", prompt=IDS, max_tokens=2)
+    assert answer["model"] == "law"
     scores = [
         served.post("/v1/logprobs", model=model, prompts=[IDS])["scores"][0]["logprobs"]
         for model in ("base", "law")
@@ -78,7 +78,7 @@ def test_models_lists_adapters_with_their_parent(served: Served) -> None:
     assert served.client.get("/v1/models/law").json()["parent"] == "base"
 
 
-def test_clients_with_the_key_load_and_unload(served: Served, llm: LLM) -> None:
+def test_adapters_are_loaded_and_unloaded_over_http(served: Served, llm: LLM) -> None:
     law = ids_of(served, "law")
     served.post(LOAD, lora_name="french", lora_path="french")
     french = ids_of(served, "french")
@@ -100,15 +100,13 @@ def test_clients_with_the_key_load_and_unload(served: Served, llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("path", ["../outside", "link", "/", "/etc/passwd", "..", "a\0b"])
-def test_no_folder_outside_of_the_root_is_read(served: Served, path: str) -> None:
+def test_adapter_path_outside_root_is_forbidden(served: Served, path: str) -> None:
     error = served.refused(LOAD, {"lora_name": "x", "lora_path": path}, 403)
     assert "--adapter-root" in error["message"]
 
 
 @pytest.mark.parametrize("path", ["none", "law/adapter_config.json", "odd"])
-def test_a_folder_that_is_no_adapter_is_a_bad_request(
-    served: Served, folder: Path, path: str
-) -> None:
+def test_invalid_adapter_folder_is_rejected(served: Served, folder: Path, path: str) -> None:
     odd = folder / "root" / "odd"
     shutil.copytree(folder / "root" / "law", odd, dirs_exist_ok=True)
     (odd / "adapter_config.json").write_text('{"peft_type": "IA3"}')
@@ -116,7 +114,7 @@ def test_a_folder_that_is_no_adapter_is_a_bad_request(
     assert path in error["message"] and str(folder) not in error["message"]
 
 
-def test_loading_needs_a_key_and_a_root(served: Served, llm: LLM, folder: Path) -> None:
+def test_loading_adapters_requires_api_key_and_root(served: Served, llm: LLM, folder: Path) -> None:
     body = {"lora_name": "french", "lora_path": "french"}
     for path in (LOAD, UNLOAD):
         wrong = served.client.post(path, json=body, headers={"Authorization": "Bearer no"})

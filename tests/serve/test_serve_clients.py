@@ -1,6 +1,6 @@
-"""Programs against a server: a fuzzer of its document, and many clients at once.
+"""A server under load: a fuzzer of its OpenAPI document, and many concurrent clients.
 
-`benchmarks/clients` runs the packages of clients, and lm-evaluation-harness.
+`benchmarks/clients` runs client packages and lm-evaluation-harness.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def served() -> Iterator[Served]:
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("schemathesis"), reason="needs schemathesis")
-def test_whatever_the_document_allows_is_no_5xx(served, tmp_path):
+def test_fuzzed_requests_cause_no_5xx(served, tmp_path):
     done = subprocess.run(
         [
             sys.executable, "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json",
-            "--checks", "not_a_server_error", "--max-examples", "100", "--mode", "all",
+            "--checks", "not_a_server_error", "--max-examples", "40", "--mode", "all",
             "--phases", "examples,coverage,fuzzing", "--seed", "1", "--generation-database", "none",
             "--request-timeout", "30", "--continue-on-failure", "--no-color",
         ],
@@ -48,14 +48,14 @@ def test_whatever_the_document_allows_is_no_5xx(served, tmp_path):
     served.until_idle()
     assert served.client.get("/health").status_code == 200
     text = served.client.get("/metrics").text
-    for path in POSTS:  # it did reach the endpoints
+    for path in POSTS:  # the fuzzer has reached every endpoint
         for status in (200, 400):
             assert f'verbatim_http_answers_total{{path="{path}",status="{status}"}}' in text
     assert 'status="5' not in text
 
 
-def test_two_hundred_streams_get_the_words_of_one_alone():
-    """Some of whom go, and some send nonsense."""
+def test_200_streams_match_generate_and_leak_nothing():
+    """Some clients disconnect early, and some send invalid requests."""
     from serve import held, load
 
     with LLM() as llm, serving(llm) as server:

@@ -1,4 +1,4 @@
-"""What a server lets in, how much of it, and what it keeps when a client goes."""
+"""API keys, limits on requests and bodies, and cleanup after clients disconnect."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from verbatim.serve.app import make_app
 from verbatim.serve.completions import CompletionRequest
 from verbatim.serve.errors import PIECE_BYTES, json_pieces, to_bytes
 from verbatim.serve.fields import Completions
-from verbatim.serve.server import Server, configured, listen, logged, run
+from verbatim.serve.server import Server, listen, log_to_console, run, uvicorn_config
 from verbatim.serve.service import UNKNOWN
 from verbatim.serve.settings import LOCAL_HOSTS, ServeSettings, is_local
 
@@ -79,7 +79,7 @@ def local(llm: LLM) -> Iterator[Served]:
     ],
     ids=["none", "bare", "basic", "shorter", "longer", "bytes"],
 )
-def test_without_a_key_nothing_is_answered(locked, headers, code):
+def test_requests_without_valid_api_key_get_401(locked, headers, code):
     raw = {name: value.encode("latin-1") for name, value in headers.items()}
     for method, path in [("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics"),
                          ("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/nope"),
@@ -92,8 +92,8 @@ def test_without_a_key_nothing_is_answered(locked, headers, code):
         assert locked.client.get(path, headers=raw).status_code == 200
 
 
-def test_each_key_is_let_in_and_they_share_no_prefix(locked):
-    """Whether a prompt was asked before must not be seen by another key's owner."""
+def test_api_keys_do_not_share_cached_prefixes(locked):
+    """The owner of a key must not find out which prompts came with another key."""
     prompt = "A prompt that fills a block of sixteen tokens, and then another one. " * 4
 
     def cached(key: str, **more: Any) -> int:
@@ -113,18 +113,18 @@ def test_each_key_is_let_in_and_they_share_no_prefix(locked):
     assert cached(KEYS[0], cache_salt="mine") == 0
 
 
-def test_other_origins_are_let_in_where_told(locked, served):
-    asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST",
+def test_cors_origins_are_allowed_only_where_configured(locked, served):
+    preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST",
              "Access-Control-Request-Headers": "authorization"}  # fmt: skip
-    answer = locked.client.options("/v1/completions", headers=asked)
+    answer = locked.client.options("/v1/completions", headers=preflight)
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
     refused = locked.client.get("/v1/models", headers={"Origin": "https://a.example"})
     assert refused.headers["access-control-allow-origin"] == "https://a.example"
-    other = asked | {"Origin": "https://b.example"}
+    other = preflight | {"Origin": "https://b.example"}
     answer = locked.client.options("/v1/completions", headers=other)
     assert "access-control-allow-origin" not in answer.headers
-    for headers in (asked, other):
+    for headers in (preflight, other):
         answer = served.client.options("/v1/completions", headers=headers)
         assert answer.status_code == 405
         assert "access-control-allow-origin" not in answer.headers
@@ -133,7 +133,7 @@ def test_other_origins_are_let_in_where_told(locked, served):
 # ---- bodies
 
 
-def test_a_body_that_is_too_long_is_413(served):
+def test_too_long_body_is_413_and_chunked_body_is_411(served):
     body = json.dumps({"prompt": "x" * 20_000})
     answer = served.client.post("/v1/completions", content=body, headers=JSON)
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "invalid_request_error")
@@ -148,13 +148,13 @@ def test_a_body_that_is_too_long_is_413(served):
     served.until_idle()
 
 
-def test_a_body_that_never_ends_is_408(llm):
+def test_incomplete_body_times_out_with_408(llm):
     with serving(llm, ServeSettings(body_timeout_s=0.4)) as server:
         with server.connect() as link:
             link.sendall(request_of(b'{"prompt": "x"}')[:-5])
-            said = received(link)
-        assert b" 408 " in said.split(b"\r\n")[0]
-        assert b"0.4 s" in said
+            answer = received(link)
+        assert b" 408 " in answer.split(b"\r\n")[0]
+        assert b"0.4 s" in answer
         server.until_idle()
 
 
@@ -174,13 +174,13 @@ def test_a_body_that_never_ends_is_408(llm):
     ids=["empty", "open", "list", "null", "text", "nan", "nan-field", "no-utf8", "infinity",
          "deep", "digits", "fewer-digits", "huge", "deep-prompt", "deep-schema", "twice"],
 )  # fmt: skip
-def test_a_body_that_is_no_request_is_refused(served, content, status):
+def test_malformed_body_is_rejected(served, content, status):
     answer = served.client.post("/v1/completions", content=content, headers=JSON)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_another_kind_of_body_is_415(served):
+def test_other_content_types_are_415(served):
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
         headers = {"content-type": kind}
         answer = served.client.post("/v1/completions", content=b'{"prompt":"x"}', headers=headers)
@@ -193,7 +193,7 @@ def test_another_kind_of_body_is_415(served):
     [("/v1/completions", "prompt"), ("/v1/responses", "input"), ("/v1/generate", "prompt"),
      ("/v1/logprobs", "prompts"), ("/tokenize", "text")],
 )  # fmt: skip
-def test_half_a_character_in_a_prompt_is_no_text(served, path, field):
+def test_lone_surrogate_in_prompt_is_rejected(served, path, field):
     half = "\ud83d"
     body = {"model": "storyteller", field: [half] if field == "prompts" else half}
     answer = served.client.post(path, content=json.dumps(body), headers=JSON)
@@ -204,7 +204,7 @@ def test_half_a_character_in_a_prompt_is_no_text(served, path, field):
 # ---- paths and methods
 
 
-def test_other_paths_and_methods_are_openai_errors(served):
+def test_unknown_paths_and_methods_return_openai_errors(served):
     for method, path, status in [
         ("GET", "/nope", 404), ("POST", "/v1/nope", 404), ("GET", "/v1/completions", 405),
         ("PUT", "/v1/completions", 405), ("DELETE", "/v1/models", 405), ("HEAD", "/health", 405),
@@ -219,8 +219,8 @@ def test_other_paths_and_methods_are_openai_errors(served):
             assert answer.headers["allow"]
 
 
-def test_no_answer_tells_of_this_machine(served, monkeypatch, caplog):
-    """Not even one to what nobody foresaw."""
+def test_responses_reveal_no_paths_or_tracebacks(served, monkeypatch, caplog):
+    """Unexpected errors do not reveal them either."""
     texts = [
         served.client.get(path).text for path in ("/v1/engine", "/v1/models", "/metrics", "/health")
     ]
@@ -232,7 +232,7 @@ def test_no_answer_tells_of_this_machine(served, monkeypatch, caplog):
     monkeypatch.setattr(served.llm.engine.admission, "admit", broken)
     connection = http.client.HTTPConnection("127.0.0.1", served.port)
     connection.connect()
-    connection.auto_open = 0  # it would connect again by itself
+    connection.auto_open = 0  # no automatic reconnect
     body = json.dumps({"model": "storyteller", "prompt": "x"})
     for _ in range(3):  # the connection stays open
         connection.request("POST", "/v1/completions", body, JSON)
@@ -240,7 +240,7 @@ def test_no_answer_tells_of_this_machine(served, monkeypatch, caplog):
         texts.append(answer.read().decode())
         assert (answer.status, json.loads(texts[-1])["error"]["type"]) == (500, "server_error")
     connection.close()
-    assert "secret" in caplog.text  # whoever runs the server is told
+    assert "secret" in caplog.text  # the log has the details
     monkeypatch.undo()
     for text in texts:
         assert not re.search(r"Traceback|secret|/home|/usr|/root|/work|site-packages|\.py\b", text)
@@ -249,18 +249,18 @@ def test_no_answer_tells_of_this_machine(served, monkeypatch, caplog):
     served.until_idle()
 
 
-# ---- how much at once
+# ---- concurrency limits
 
 
 @contextmanager
 def busy(served: Served, count: int, **more: Any) -> Iterator[None]:
-    """So many long streams that have begun, and come no further."""
+    """Keep `count` long streams open, with the engine paused after their first token."""
     begun = []
     with Client(base_url=served.url) as client, ExitStack() as streams:
         for number in range(count):
             body = LONG | {"stream": True, "seed": number} | more
             stream = streams.enter_context(client.stream("POST", "/v1/completions", json=body))
-            begun.append(stream.iter_lines())  # kept: a dropped one would close the stream
+            begun.append(stream.iter_lines())  # kept, as a collected iterator closes its stream
             assert stream.status_code == 200 and next(begun[-1])
         served.llm.pause()
         try:
@@ -270,32 +270,32 @@ def busy(served: Served, count: int, **more: Any) -> Iterator[None]:
             served.llm.resume()
 
 
-def test_more_than_may_run_or_wait_are_429_with_a_time_to_come_again(served, llm):
+def test_requests_over_the_limit_get_429_with_retry_after(served, llm):
     tasks = served.num_tasks()
-    statuses: list[httpx.Response] = []
+    answers: list[httpx.Response] = []
 
-    def ask() -> None:
+    def post() -> None:
         with Client(base_url=served.url) as client:
-            statuses.append(client.post("/v1/completions", json=LONG))
+            answers.append(client.post("/v1/completions", json=LONG))
 
     with busy(served, 2):
-        asked = [in_thread(ask) for _ in range(12)]
-        # Six have seats, two of them run, four wait; the rest were sent away.
-        until(lambda: len(statuses) >= 8)
-        for answer in statuses:
+        callers = [in_thread(post) for _ in range(12)]
+        # Six are admitted (two run, four wait); the rest are rejected.
+        until(lambda: len(answers) >= 8)
+        for answer in answers:
             assert answer.status_code == 429, answer.text
             assert answer.json()["error"]["type"] == "rate_limit_error"
             assert int(answer.headers["retry-after"]) >= 1
         assert served.client.get("/health").status_code == 200
-        llm.pause("abort")  # what waits has been seen enough of
-    for each in asked:
+        llm.pause("abort")  # end the waiting requests
+    for each in callers:
         each.result()
     served.until_idle()
     assert served.num_tasks() <= tasks + 1
 
 
-def test_a_full_queue_of_the_engine_is_429(llm):
-    """Its own limit, `max_waiting`, where the server's is wider."""
+def test_full_engine_queue_is_429(llm):
+    """The engine's limit `max_waiting` applies where the server's limit is wider."""
     with serving(llm) as server, busy(server, 2):
         bodies = [LONG | {"prompt": ["x"] * 8}, LONG | {"prompt": ["x"] * 8, "stream": True}]
         for body in bodies:
@@ -304,7 +304,7 @@ def test_a_full_queue_of_the_engine_is_429(llm):
     server.until_idle()
 
 
-def test_a_generation_ends_when_its_time_is_over(llm):
+def test_generation_ends_at_server_timeout(llm):
     with serving(llm, ServeSettings(timeout_s=0.05)) as server:
         for more in ({}, {"timeout_s": 1e6}):
             answer = server.post("/v1/completions", **LONG | more)
@@ -312,24 +312,24 @@ def test_a_generation_ends_when_its_time_is_over(llm):
             assert answer["usage"]["completion_tokens"] < 1500
 
 
-# ---- clients that go
+# ---- disconnects
 
 
-def test_a_client_that_goes_takes_its_request_along(served, llm):
-    """While it waits, in the middle of its prefill, in the middle of a stream, with several choices."""
+def test_client_disconnect_aborts_its_requests(served, llm):
+    """While waiting, during prefill, in the middle of a stream, and with several choices."""
     tasks = served.num_tasks()
-    with busy(served, 2):  # so that the next wait
+    with busy(served, 2):  # so that further requests wait
         link = served.connect()
         link.sendall(request_of(LONG))
-        until(lambda: served.service.under_way == 3)
+        until(lambda: served.service.num_in_progress == 3)
         link.close()
-        until(lambda: served.service.under_way == 2)
+        until(lambda: served.service.num_in_progress == 2)
         assert llm.stats()["waiting"] == 0
-    served.until_idle()  # the streams were left in the middle
+    served.until_idle()  # the streams were abandoned
     for prompt in ([5] * 1900, "x"):
         with served.connect() as link:
             link.sendall(request_of(LONG | {"prompt": prompt, "max_tokens": 100}))
-            until(lambda: served.service.under_way)
+            until(lambda: served.service.num_in_progress)
         served.until_idle()
     with busy(served, 1, prompt=["x", "y"], n=2):
         pass
@@ -338,8 +338,8 @@ def test_a_client_that_goes_takes_its_request_along(served, llm):
     assert "verbatim_clients_gone_total" in served.client.get("/metrics").text
 
 
-def test_who_does_not_read_is_let_go(llm):
-    """Or some who do nothing would keep all the seats."""
+def test_client_that_does_not_read_is_disconnected(llm):
+    """Otherwise a few idle clients could block all others."""
     settings = ServeSettings(read_timeout_s=0.3, max_response_bytes=1 << 30)
     with serving(llm, settings) as server:
         body = LONG | {"stream": True, "n": 4, "logprobs": 500}
@@ -347,11 +347,11 @@ def test_who_does_not_read_is_let_go(llm):
             link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             link.connect(("127.0.0.1", server.port))
             link.sendall(request_of(body))
-            until(lambda: server.service.under_way)
+            until(lambda: server.service.num_in_progress)
             server.until_idle()
 
 
-def test_while_it_drains_nobody_new_is_let_in(served):
+def test_draining_server_rejects_new_requests(served):
     served.service.draining = True
     try:
         error = served.refused("/v1/completions", {"prompt": "x"}, 503)
@@ -362,7 +362,7 @@ def test_while_it_drains_nobody_new_is_let_in(served):
         served.service.draining = False
 
 
-def test_a_closed_engine_is_told():
+def test_closed_engine_returns_503():
     with LLM() as llm, serving(llm) as server:
         llm.close()
         assert server.client.get("/health").status_code == 503
@@ -386,12 +386,12 @@ def test_a_closed_engine_is_told():
     ],
     ids=repr,
 )  # fmt: skip
-def test_settings_out_of_range_are_refused(wrong):
+def test_invalid_settings_are_rejected(wrong):
     with pytest.raises(InvalidRequest):
         ServeSettings(**wrong)
 
 
-def test_local_addresses_are_known():
+def test_local_addresses_are_recognized():
     assert all(map(is_local, ["localhost", "127.0.0.1", "127.1.2.3", "::1"]))
     assert not any(map(is_local, ["0.0.0.0", "::", "example.org", "10.0.0.1", ""]))
 
@@ -407,11 +407,11 @@ def test_local_addresses_are_known():
         ("localhost.evil.example:8000", 421),
         ("127.0.0.1.evil.example", 421),
         ("", 421),
-        (None, 200),  # HTTP/1.0, which no browser speaks
+        (None, 200),  # HTTP/1.0, which browsers do not use
     ],
 )
-def test_a_local_server_answers_under_its_own_names_alone(local, host, status):
-    """A page of another name, which leads a browser here, is told nothing, not even at open paths."""
+def test_local_server_rejects_other_host_names(local, host, status):
+    """Web pages that reach the server by DNS rebinding get nothing, even from paths that need no key."""
     head = "" if host is None else f"Host: {host}\r\n"
     for path in ("/", "/health", "/v1/models"):
         with local.connect() as link:
@@ -432,11 +432,9 @@ def test_a_local_server_answers_under_its_own_names_alone(local, host, status):
         ({"host": "example.org", "hosts": ("mine",)}, None),
     ],
 )
-def test_a_server_is_guarded_where_nobody_needs_a_key(
+def test_server_without_api_key_must_be_local_or_opted_in(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, given: Any, hosts: Any
 ) -> None:
-    """Of the command and of Python."""
-
     class Made(Exception):
         pass
 
@@ -449,7 +447,7 @@ def test_a_server_is_guarded_where_nobody_needs_a_key(
         run(llm, ServeSettings(**given))
 
 
-def test_threads_of_a_server_end_with_it(llm: LLM) -> None:
+def test_server_threads_end_with_server(llm: LLM) -> None:
     with serving(llm) as server:
         threads = [
             asyncio.run_coroutine_threadsafe(
@@ -464,14 +462,14 @@ def test_threads_of_a_server_end_with_it(llm: LLM) -> None:
     until(lambda: not any(thread.is_alive() for thread in threads))
 
 
-def test_a_token_does_not_wait_for_the_one_before_to_be_acknowledged():
+def test_accepted_sockets_set_tcp_nodelay():
     with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
-# ---- one client's work is not another's wait
+# ---- isolation between clients
 
 
 @pytest.fixture(scope="module")
@@ -480,7 +478,7 @@ def roomy() -> Iterator[Served]:
         yield server
 
 
-def test_structures_that_take_long_to_compile_hold_up_nobody_else(roomy, monkeypatch):
+def test_slow_grammar_compilation_does_not_block_other_requests(roomy, monkeypatch):
     known = {"prompt": "x", "regex": "[ab]{3}", "max_tokens": 4}
     first = roomy.post("/v1/completions", seed=1, **known)
     compile_, go_on = GrammarCompiler.compile, threading.Event()
@@ -493,29 +491,29 @@ def test_structures_that_take_long_to_compile_hold_up_nobody_else(roomy, monkeyp
 
     monkeypatch.setattr(GrammarCompiler, "compile", slow)
 
-    def ask(number: int) -> int:
+    def post(number: int) -> int:
         body = {"prompt": "x", "regex": f"[ab]{{{number + 4}}}", "max_tokens": 2}
         with Client(base_url=roomy.url) as client:
             return client.post("/v1/completions", json=body).status_code
 
-    asked = [in_thread(ask, number) for number in range(20)]
+    callers = [in_thread(post, number) for number in range(20)]
     try:
-        until(lambda: roomy.service.under_way == len(asked) and begun)
+        until(lambda: roomy.service.num_in_progress == len(callers) and begun)
         free = roomy.post("/v1/completions", prompt="x", max_tokens=4, ignore_eos=True)
         assert free["usage"]["completion_tokens"] == 4
         assert roomy.post("/tokenize", text="x")["count"]
-        assert roomy.client.get("/v1/engine").json()["under_way"] == len(asked)
-        again = roomy.post("/v1/completions", seed=1, **known)  # compiled before
+        assert roomy.client.get("/v1/engine").json()["under_way"] == len(callers)
+        again = roomy.post("/v1/completions", seed=1, **known)  # already compiled
         assert again["choices"][0]["text"] == first["choices"][0]["text"]
-        assert not any(each.done() for each in asked)
-        assert len(begun) <= 2  # each may take memory
+        assert not any(each.done() for each in callers)
+        assert len(begun) <= 2  # each compilation may take much memory
     finally:
         go_on.set()
-    assert {each.result() for each in asked} == {200}
+    assert {each.result() for each in callers} == {200}
     roomy.until_idle()
 
 
-def test_prompts_of_one_stream_come_in_together(roomy):
+def test_prompts_of_one_stream_are_batched_together(roomy):
     prompts = ["Once upon a time", "The dragon", "Lily and Ben", "One day", "x", "In a far land"]
     body = {"prompt": prompts, "max_tokens": 30, "ignore_eos": True, "seed": 4}
     before = roomy.llm.stats()["forwards"]
@@ -529,7 +527,7 @@ def test_prompts_of_one_stream_come_in_together(roomy):
     assert texts == [choice["text"] for choice in whole["choices"]]
 
 
-def test_what_is_told_of_the_engine_is_not_worked_out_at_each_glance(roomy, monkeypatch):
+def test_engine_info_is_cached_between_requests(roomy, monkeypatch):
     info, count = roomy.llm.info, 0
 
     def counted() -> dict[str, Any]:
@@ -539,13 +537,13 @@ def test_what_is_told_of_the_engine_is_not_worked_out_at_each_glance(roomy, monk
 
     monkeypatch.setattr(roomy.llm, "info", counted)
     roomy.service.info._task = None
-    told = [roomy.client.get("/v1/engine").json() for _ in range(8)]
+    answers = [roomy.client.get("/v1/engine").json() for _ in range(8)]
     assert count == 1
-    assert all(each["info"]["numerics_key"] == info()["numerics_key"] for each in told)
-    assert told[0]["stats"]["forwards"] == roomy.llm.stats()["forwards"]
+    assert all(each["info"]["numerics_key"] == info()["numerics_key"] for each in answers)
+    assert answers[0]["stats"]["forwards"] == roomy.llm.stats()["forwards"]
 
 
-def test_a_model_that_suggests_what_can_not_be_is_refused_at_the_start(monkeypatch):
+def test_invalid_generation_config_is_rejected_at_startup(monkeypatch):
     with LLM(kv_memory="16MB") as llm:
         monkeypatch.setattr(llm.engine.generation_config, "do_sample", True)
         monkeypatch.setattr(llm.engine.generation_config, "top_p", 7.0)
@@ -556,7 +554,7 @@ def test_a_model_that_suggests_what_can_not_be_is_refused_at_the_start(monkeypat
             server.post("/v1/chat/completions", messages=messages, max_tokens=3)
 
 
-def test_an_error_is_not_told_again_when_it_is_over(roomy, monkeypatch):
+def test_error_in_engine_info_is_not_cached(roomy, monkeypatch):
     def broken() -> dict[str, Any]:
         raise OSError
 
@@ -567,7 +565,7 @@ def test_an_error_is_not_told_again_when_it_is_over(roomy, monkeypatch):
     assert roomy.client.get("/v1/engine").status_code == 200
 
 
-def test_many_long_completions_are_sent_in_small_pieces(roomy):
+def test_large_response_is_serialized_in_small_pieces(roomy):
     body = {"prompt": [[5] * 200] * 70, "max_tokens": 1, "echo": True, "logprobs": 5}
     request = CompletionRequest(roomy.service, Completions(model=roomy.service.name, **body))
     answer = asyncio.run_coroutine_threadsafe(request.answer(UNKNOWN), roomy.loop).result()
@@ -577,7 +575,7 @@ def test_many_long_completions_are_sent_in_small_pieces(roomy):
     assert max(map(len, pieces)) < 2 * PIECE_BYTES
 
 
-NESTED = json.loads("[" * 400 + "]" * 400)  # deeper than pydantic writes
+NESTED = json.loads("[" * 400 + "]" * 400)  # deeper than pydantic can serialize
 
 
 @pytest.mark.parametrize(
@@ -592,11 +590,11 @@ NESTED = json.loads("[" * 400 + "]" * 400)  # deeper than pydantic writes
     ],
     ids=["infinite", "tensor", "keys", "surrogate", "nested", "long"],
 )
-def test_what_json_has_no_word_for(value, text):
+def test_values_without_json_equivalent_are_converted(value, text):
     assert to_bytes(value) == text
 
 
-def test_a_signal_within_the_handler_of_the_first_one_is_a_second_one(llm: LLM) -> None:
+def test_signal_during_first_handler_counts_as_second_signal(llm: LLM) -> None:
     messages: list[str] = []
 
     def say(message: str) -> None:
@@ -605,24 +603,24 @@ def test_a_signal_within_the_handler_of_the_first_one_is_a_second_one(llm: LLM) 
             server.handle_exit(signal.SIGTERM, None)
 
     app = make_app(llm, ServeSettings())
-    config = configured(app, ServeSettings())
+    config = uvicorn_config(app, ServeSettings())
     server = Server(config, app.state.service, say, "http://127.0.0.1:1")
     server.handle_exit(signal.SIGTERM, None)
     assert server.should_exit and server.force_exit and messages[1:] == ["ending now"]
 
 
-def test_logs_have_handlers_only_while_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_handlers_exist_only_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     loggers = [logging.getLogger(f"uvicorn.{name}") for name in ("error", "access")]
     before = [([*logger.handlers], logger.propagate) for logger in loggers]
     at_root = logging.StreamHandler(io.StringIO())
     monkeypatch.setattr(logging.getLogger(), "handlers", [at_root])
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with logged("info"):
+    with log_to_console("info"):
         for logger in loggers:
             logger.critical('%s - "%s %s HTTP/%s" %d', "client", "GET", "/", "1.1", 200)
     line = r'\d{4}-\d\d-\d\d .* client - "GET / HTTP/1.1" 200'
     assert re.match(f"{line}\n", sys.stderr.getvalue())
     assert re.match(f"{line} OK\n", sys.stdout.getvalue())
-    assert at_root.stream.getvalue() == ""  # nothing is written twice
+    assert at_root.stream.getvalue() == ""  # nothing is logged twice
     assert [(logger.handlers, logger.propagate) for logger in loggers] == before

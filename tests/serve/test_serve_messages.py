@@ -1,4 +1,4 @@
-"""Anthropic's `/v1/messages` answers what a chat answers, and takes what it has answered."""
+"""Anthropic's `/v1/messages` matches chat completions, and accepts its own answers as history."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from verbatim import LLM
 from verbatim.serve.settings import ServeSettings
 
 KEY = "a-key-of-eight"
-SAYS = [{"role": "user", "content": "Tell me a story."}]
-ASK: dict[str, Any] = {"messages": SAYS, "max_tokens": 12, "seed": 3}
+MESSAGES = [{"role": "user", "content": "Tell me a story."}]
+ASK: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 12, "seed": 3}
 SCHEMA = {
     "type": "object",
     "properties": {"v": {"type": "boolean"}},
@@ -47,7 +47,7 @@ def calling() -> Iterator[Served]:
 
 
 def blocks_of(events: list[Any]) -> list[dict[str, Any]]:
-    """The content that the events of a stream make."""
+    """Assemble the content blocks from the events of a stream."""
     blocks: list[dict[str, Any]] = []
     for event in events:
         if event["type"] == "content_block_start":
@@ -67,11 +67,11 @@ def without_ids(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in b.items() if name != "id"} for b in blocks]
 
 
-def test_a_message_is_the_chat_of_its_turns(served):
+def test_message_matches_chat_of_the_same_turns(served):
     body = ASK | {"system": [{"type": "text", "text": "Be short."}], "metadata": {"user_id": "me"}}
     whole = served.post("/v1/messages", **body)
     system = {"role": "system", "content": "Be short."}
-    chat = served.post("/v1/chat/completions", **ASK | {"messages": [system, *SAYS]})
+    chat = served.post("/v1/chat/completions", **ASK | {"messages": [system, *MESSAGES]})
     (block,) = whole["content"]
     assert block["text"] == chat["choices"][0]["message"]["content"]
     assert (whole["type"], whole["role"], whole["model"]) == ("message", "assistant", "storyteller")
@@ -110,7 +110,7 @@ def test_a_message_is_the_chat_of_its_turns(served):
         ({"metadata": {str(i): "x" for i in range(20)}}, "metadata"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(served, change, param):
+def test_unsupported_field_is_rejected_by_name(served, change, param):
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         if path.endswith("tokens") and "max_tokens" in change:
             continue
@@ -125,7 +125,7 @@ def test_what_is_not_served_is_refused_by_name(served, change, param):
     served.until_idle()
 
 
-def test_a_key_may_come_as_anthropics(calling):
+def test_api_key_is_accepted_in_x_api_key_header(calling):
     body = ASK | {"model": "tales"}
     url = f"{calling.url}/v1/messages"
     post = partial(httpx.post, timeout=PATIENCE_S)
@@ -137,7 +137,7 @@ def test_a_key_may_come_as_anthropics(calling):
         assert answer.json()["error"]["type"] == "authentication_error"
 
 
-def test_tools_and_reasoning_are_blocks_that_are_taken_back(calling):
+def test_tool_use_and_thinking_blocks_round_trip(calling):
     body = ASK | CALLING | {"thinking": {"type": "enabled", "budget_tokens": 1024}}
     body |= {"logit_bias": calling.bias, "temperature": 1.0}
     whole = calling.post("/v1/messages", **body)
@@ -147,7 +147,7 @@ def test_tools_and_reasoning_are_blocks_that_are_taken_back(calling):
     assert kinds[:1] == ["thinking"] and set(kinds) <= {"thinking", "tool_use"}
     assert whole["stop_reason"] in ("tool_use", "max_tokens")
     turns = [
-        *SAYS,
+        *MESSAGES,
         {"role": "assistant", "content": [
             {"type": "thinking", "thinking": "Hm", "signature": ""}, {"type": "text", "text": "Yes."},
             {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"v": True}}]},
@@ -159,7 +159,7 @@ def test_tools_and_reasoning_are_blocks_that_are_taken_back(calling):
     call = {"id": "toolu_1", "type": "function",
             "function": {"name": "f", "arguments": '{"v": true}'}}  # fmt: skip
     chat = [
-        *SAYS,
+        *MESSAGES,
         {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "toolu_1", "content": "sunny"},
         {"role": "user", "content": "Go on"},
@@ -170,9 +170,9 @@ def test_tools_and_reasoning_are_blocks_that_are_taken_back(calling):
     assert counted["input_tokens"] == answer["usage"]["prompt_tokens"]
 
 
-def test_the_package_of_anthropic_drives_it(calling):
+def test_anthropic_client_package_works(calling):
     anthropic = pytest.importorskip("anthropic", reason="needs the anthropic package")
-    ask: dict[str, Any] = {"model": "tales", "max_tokens": 12, "messages": SAYS}
+    ask: dict[str, Any] = {"model": "tales", "max_tokens": 12, "messages": MESSAGES}
     with anthropic.Anthropic(base_url=calling.url, api_key=KEY, max_retries=0) as client:
         whole = client.messages.create(**ask, extra_body={"seed": 3})
         with client.messages.stream(**ask, extra_body={"seed": 3}) as stream:
@@ -180,7 +180,7 @@ def test_the_package_of_anthropic_drives_it(calling):
             final = stream.get_final_message()
         assert text == "".join(b.text for b in whole.content if b.type == "text")
         assert final.usage.output_tokens == whole.usage.output_tokens
-        assert client.messages.count_tokens(model="tales", messages=SAYS).input_tokens > 0
+        assert client.messages.count_tokens(model="tales", messages=MESSAGES).input_tokens > 0
         called = client.messages.create(**ask | CALLING, extra_body={"seed": 1})
         uses = [block for block in called.content if block.type == "tool_use"]
         assert all(set(use.input) == {"v"} for use in uses)

@@ -1,4 +1,4 @@
-"""The `openai` package drives what it knows of, unchanged."""
+"""The unmodified `openai` package as a client of the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verbatim import LLM, SamplingParams
 from verbatim.serve.settings import ServeSettings
 
 KEY = "a-key-of-eight"
-SAYS = [{"role": "user", "content": "Tell me a story."}]
+MESSAGES = [{"role": "user", "content": "Tell me a story."}]
 PROMPT = "Once upon a time"
 
 
@@ -33,7 +33,7 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_models(client):
+def test_models_list_and_retrieve(client):
     assert [model.id for model in client.models.list()] == ["tales"]
     assert client.models.retrieve("tales").owned_by == "verbatim"
     with pytest.raises(openai.NotFoundError):
@@ -56,7 +56,7 @@ def test_completions_whole_and_streamed(client, served):
 
 
 def test_chats_whole_and_streamed(client):
-    ask = {"model": "tales", "messages": SAYS, "max_completion_tokens": 10, "seed": 3, "n": 2}
+    ask = {"model": "tales", "messages": MESSAGES, "max_completion_tokens": 10, "seed": 3, "n": 2}
     whole = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2)
     assert len(whole.choices[1].logprobs.content[0].top_logprobs) == 2
     texts = ["", ""]
@@ -65,23 +65,27 @@ def test_chats_whole_and_streamed(client):
             texts[choice.index] += choice.delta.content or ""
     assert texts == [choice.message.content for choice in whole.choices]
     ask |= {"n": 1, "stop": [texts[0][-2:]]}
-    with client.chat.completions.stream(**ask) as stream:  # which wants no end by length
-        said = stream.get_final_completion().choices[0].message.content
-    assert texts[0].startswith(said)
+    with client.chat.completions.stream(
+        **ask
+    ) as stream:  # it raises if the finish reason is length
+        text = stream.get_final_completion().choices[0].message.content
+    assert texts[0].startswith(text)
 
 
-def test_what_programs_send_beside_what_they_mean_is_taken(client):
-    """Fields of which ignoring is the meaning, as agents and gateways send them."""
+def test_fields_that_may_be_ignored_are_accepted(client):
+    """Agents and gateways send these fields."""
     ask = {"model": "tales", "max_tokens": 3, "seed": 1}
-    plain = client.chat.completions.create(messages=SAYS, **ask).choices[0].message.content
-    parts = [{"type": "text", "text": SAYS[0]["content"], "cache_control": {"type": "ephemeral"}}]
+    plain = client.chat.completions.create(messages=MESSAGES, **ask).choices[0].message.content
+    parts = [
+        {"type": "text", "text": MESSAGES[0]["content"], "cache_control": {"type": "ephemeral"}}
+    ]
     done = client.chat.completions.create(
         messages=[{"role": "user", "content": parts}], **ask, modalities=["text"], logprobs=False,
         top_logprobs=0, prompt_cache_retention="24h", store=False, metadata={"a": "b"},
     )  # fmt: skip
     assert done.choices[0].message.content == plain
     earlier = {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}
-    assert client.chat.completions.create(messages=[*SAYS, earlier, *SAYS], **ask)
+    assert client.chat.completions.create(messages=[*MESSAGES, earlier, *MESSAGES], **ask)
     made = client.responses.create(
         model="tales", input="Hi", max_output_tokens=3, store=False, truncation="disabled",
         reasoning={"summary": "auto"}, include=["reasoning.encrypted_content"], tools=[],
@@ -98,7 +102,7 @@ class Animal(BaseModel):
 
 def test_structured_outputs_are_parsed(client):
     done = client.chat.completions.parse(
-        model="tales", messages=SAYS, response_format=Animal, max_tokens=300, seed=1
+        model="tales", messages=MESSAGES, response_format=Animal, max_tokens=300, seed=1
     )
     assert isinstance(done.choices[0].message.parsed, Animal)
     made = client.responses.parse(
@@ -130,9 +134,12 @@ def test_tools_are_called_and_their_arguments_parsed():
         llm = server.llm
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
             line_end = str(llm.tokenizer.encode("\n", special_tokens=False)[0])
-            terse = {"logit_bias": {line_end: -100.0}, "seed": 1}  # no more of them than it must
+            terse = {
+                "logit_bias": {line_end: -100.0},
+                "seed": 1,
+            }  # only line ends that the grammar requires
             ask = {
-                "model": llm.name, "messages": SAYS, "tools": [openai.pydantic_function_tool(Weather)],
+                "model": llm.name, "messages": MESSAGES, "tools": [openai.pydantic_function_tool(Weather)],
                 "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400, **terse,
             }  # fmt: skip
             done = client.chat.completions.parse(**ask)
@@ -143,7 +150,7 @@ def test_tools_are_called_and_their_arguments_parsed():
                 final = stream.get_final_completion()
             (again,) = final.choices[0].message.tool_calls
             assert again.function.arguments == call.function.arguments
-            turn = [*SAYS, done.choices[0].message.model_dump(exclude_none=True, exclude={"parsed"}),
+            turn = [*MESSAGES, done.choices[0].message.model_dump(exclude_none=True, exclude={"parsed"}),
                     {"role": "tool", "tool_call_id": call.id, "content": "no"}]  # fmt: skip
             turn[1]["tool_calls"][0]["function"].pop("parsed_arguments", None)
             client.chat.completions.create(**ask | {"messages": turn, "max_tokens": 2})
@@ -164,11 +171,13 @@ def test_tools_are_called_and_their_arguments_parsed():
             assert back.usage.output_tokens == 2
 
 
-def test_the_python_blocks_of_the_page_run_in_order(capsys):
+def test_python_blocks_of_serve_docs_run_in_order(capsys):
     text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     with talking(HERMES[: HERMES.index("{%- for")] + THINKING, added=True) as server:
-        requests = (block for block in blocks if "run(llm" not in block)  # that one is the server
+        requests = (
+            block for block in blocks if "run(llm" not in block
+        )  # that block starts the server
         code = "\n".join(requests).replace("http://127.0.0.1:8000", server.url)
         exec(compile(code, "docs/serve.md", "exec"), {})
     out = capsys.readouterr().out
@@ -185,13 +194,13 @@ def test_the_python_blocks_of_the_page_run_in_order(capsys):
     ],
     ids=["id", "model", "suffix", "best-of"],
 )
-def test_errors_are_the_classes_that_clients_catch(client, change, error):
+def test_errors_map_to_openai_exception_classes(client, change, error):
     with pytest.raises(error) as caught:
         client.completions.create(**{"model": "tales", "prompt": "x"} | change)
     assert caught.value.body["message"]
 
 
-def test_a_wrong_key_is_an_authentication_error(served):
+def test_wrong_key_is_an_authentication_error(served):
     stranger = openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong-key", max_retries=0)
     with stranger as client:  # noqa: SIM117
         with pytest.raises(openai.AuthenticationError):

@@ -1,7 +1,7 @@
-"""The playground: what is served, and what a browser makes of it.
+"""The playground: the served page, and its behaviour in a browser.
 
 The slow tests need Playwright for Python and Chromium (`pip install playwright`, `apt-get install chromium`;
-$CHROMIUM says where it is). They are skipped where one of them is missing.
+$CHROMIUM is its path). They are skipped if either is missing.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def plain() -> Iterator[Served]:
         yield server
 
 
-def test_every_field_of_the_page_has_a_label() -> None:
+def test_every_page_field_has_a_label() -> None:
     page = PAGE.read_text()
     fields = re.findall(r'<(?:input|textarea|select)\b[^>]*\bid="([^"]+)"', page)
     assert len(fields) > 12
     labels = "".join(
         re.findall(r"<label\b.*?</label>", page, re.DOTALL)
-    )  # a field may be inside of it
+    )  # a field may be inside its label
     assert [n for n in fields if f'for="{n}"' not in labels and f'id="{n}"' not in labels] == []
 
 
-def test_the_page_is_one_file_that_needs_nothing_from_elsewhere(plain: Served) -> None:
+def test_page_is_self_contained(plain: Served) -> None:
     answer = plain.client.get("/")
     page = answer.text
     assert answer.status_code == 200 and page == PAGE.read_text()
@@ -63,7 +63,7 @@ def test_the_page_is_one_file_that_needs_nothing_from_elsewhere(plain: Served) -
         assert plain.client.options(path).status_code != 404, path
 
 
-def test_a_stream_tells_the_text_of_each_id_once(plain: Served) -> None:
+def test_stream_sends_text_of_each_token_id_once(plain: Served) -> None:
     body = {
         "prompt": "Once upon a time",
         "params": {"max_tokens": 20, "seed": 5, "logprobs": 3},
@@ -71,8 +71,8 @@ def test_a_stream_tells_the_text_of_each_id_once(plain: Served) -> None:
     }
     whole = plain.post("/v1/generate", **body)
     deltas = plain.stream("/v1/generate", **body)
-    told = [name for delta in deltas for name in delta["tokens"]]
-    assert len(told) == len(set(told))
+    sent = [name for delta in deltas for name in delta["tokens"]]
+    assert len(sent) == len(set(sent))
     texts = {name: text for delta in deltas for name, text in delta["tokens"].items()}
     assert texts == whole["tokens"]
     output, prompt = whole["outputs"][0], whole["prompt_token_ids"]
@@ -86,7 +86,7 @@ def test_a_stream_tells_the_text_of_each_id_once(plain: Served) -> None:
     assert "tokens" not in plain.post("/v1/generate", **body | {"return_tokens": False})
 
 
-def test_the_map_says_where_each_layer_lives(plain: Served, tmp_path: Path) -> None:
+def test_placement_map_shows_where_each_layer_lives(plain: Served, tmp_path: Path) -> None:
     (memory,) = plain.client.get("/v1/engine").json()["places"]
     assert memory["name"] == "memory" and memory["layers"] == [1.0] * 5
     assert memory["weight_bytes"] == plain.llm.info()["weight_bytes"]
@@ -108,7 +108,7 @@ def test_the_map_says_where_each_layer_lives(plain: Served, tmp_path: Path) -> N
 
 
 class Pace:
-    """How long each forward takes at least, so that a stream can be watched."""
+    """The minimum duration of a forward, so that a stream can be observed."""
 
     seconds = 0.0
 
@@ -149,7 +149,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens a page. In the end: no errors on any console, and no request to another host."""
+    """Open pages. Fails at the end if a console has errors or a request went to another host."""
     contexts, errors, hosts = [], [], set()
     expected: list[str] = []
 
@@ -173,12 +173,12 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
 
 
 def comes_true(page: Any, expression: str) -> None:
-    """Wait for it; the page's own policy forbids Playwright's way, which evaluates text in it."""
+    """Wait until an expression is true. The page's CSP blocks Playwright's own wait, which uses eval."""
     until(lambda: page.evaluate(expression))
 
 
 def run(page: Any, **fields: Any) -> Any:
-    """Fill the form in, run it to its end, and return the pane."""
+    """Fill in the form, run it to the end, and return the pane."""
     for name, value in fields.items():
         page.fill(f"#{name}", str(value))
     before = page.evaluate("numRuns")
@@ -194,20 +194,18 @@ def ended(page: Any) -> Any:
 
 def open_ready(open_page: Opens, url: str, **settings: Any) -> Any:
     page = open_page(url, **settings)
-    page.wait_for_selector("#places li")  # the model's own sampling parameters are in the form
+    page.wait_for_selector("#places li")  # the form has the model's default sampling parameters
     page.locator("summary", has_text="Stop strings").click()
     return page
 
 
 def words(pane: Any) -> str:
-    """The text; what ends a text is a token, but no part of it."""
+    """The text of a pane, without the tokens of a stop string or end of sequence."""
     return "".join(pane.locator(".t:not(.cut)").all_text_contents())
 
 
 @pytest.mark.slow
-def test_tokens_stream_and_are_those_of_the_engine(
-    site: Served, open_page: Opens, pace: Pace
-) -> None:
+def test_streamed_tokens_match_generate(site: Served, open_page: Opens, pace: Pace) -> None:
     service = site.service
     page = open_ready(open_page, site.url)
     page.fill("#prompt", "Once upon a time")
@@ -232,7 +230,7 @@ def test_tokens_stream_and_are_those_of_the_engine(
 
 
 @pytest.mark.slow
-def test_alternatives_show_on_hover_on_keys_and_on_tap(site: Served, open_page: Opens) -> None:
+def test_alternatives_show_on_hover_keyboard_and_tap(site: Served, open_page: Opens) -> None:
     page = open_ready(open_page, site.url)
     pane = run(page, prompt="Once upon a time", seed=7, max_tokens=30, logprobs=5)
     token = pane.locator(".t").nth(3)
@@ -274,16 +272,16 @@ def test_alternatives_show_on_hover_on_keys_and_on_tap(site: Served, open_page: 
 
 
 @pytest.mark.slow
-def test_a_replay_says_the_same_words_and_another_seed_shows_where_it_parts(
+def test_replay_has_same_tokens_and_other_seed_marks_first_difference(
     site: Served, open_page: Opens
 ) -> None:
     page = open_ready(open_page, site.url)
     first = run(page, prompt="Once upon a time", max_tokens=60)
-    said, seed = words(first), page.evaluate("right.seed")
+    text, seed = words(first), page.evaluate("right.seed")
     first.get_by_role("button", name="Replay").click()
     second = ended(page)
     assert page.locator("#panes > .run").count() == 2
-    assert words(second) == said and page.evaluate("right.seed") == seed
+    assert words(second) == text and page.evaluate("right.seed") == seed
     verdict = page.locator("#verdict").inner_text()
     assert "the same 60 tokens" in verdict and "byte for byte" in verdict
     assert "every log-prob equal" in verdict
@@ -300,7 +298,7 @@ def test_a_replay_says_the_same_words_and_another_seed_shows_where_it_parts(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_another_token(site: Served, open_page: Opens) -> None:
+def test_run_continues_from_chosen_alternative_token(site: Served, open_page: Opens) -> None:
     page = open_ready(open_page, site.url)
     pane = run(page, prompt="Once upon a time", seed=7, max_tokens=30)
     pane.locator(".t").nth(4).hover()
@@ -315,7 +313,9 @@ def test_a_run_goes_on_from_another_token(site: Served, open_page: Opens) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["button", "key"])
-def test_stop_ends_it_on_the_server(how: str, site: Served, open_page: Opens, pace: Pace) -> None:
+def test_stop_aborts_request_on_server(
+    how: str, site: Served, open_page: Opens, pace: Pace
+) -> None:
     service = site.service
     page = open_ready(open_page, site.url)
     pace.seconds = 0.02
@@ -323,14 +323,14 @@ def test_stop_ends_it_on_the_server(how: str, site: Served, open_page: Opens, pa
     page.fill("#other", '{"ignore_eos": true}')
     page.keyboard.press("Control+Enter")
     comes_true(page, "going?.tokens.length > 3")
-    assert service.under_way == 1 and page.inner_text("#go-word") == "Stop"
+    assert service.num_in_progress == 1 and page.inner_text("#go-word") == "Stop"
     if how == "key":
         page.keyboard.press("Escape")
     else:
         page.click("#go")
     pane = ended(page)
     pace.seconds = 0.0
-    until(lambda: service.under_way == 0)
+    until(lambda: service.num_in_progress == 0)
     assert "stopped by you" in pane.locator("dl").inner_text()
     assert pane.locator(".t").count() < 1000
     stats = service.llm.stats()
@@ -338,7 +338,7 @@ def test_stop_ends_it_on_the_server(how: str, site: Served, open_page: Opens, pa
 
 
 @pytest.mark.slow
-def test_what_a_model_writes_is_text_and_nothing_else(site: Served, open_page: Opens) -> None:
+def test_model_output_is_shown_as_text_not_html(site: Served, open_page: Opens) -> None:
     page = open_ready(open_page, site.url)
     hostile = '<img src=x onerror="alert(1)"><script>alert(2)</script>&lt;'
     pane = run(page, other=json.dumps({"choice": [hostile]}), logprobs=3)
@@ -346,7 +346,7 @@ def test_what_a_model_writes_is_text_and_nothing_else(site: Served, open_page: O
     assert pane.locator("img, script").count() == 0
     pane.locator(".t").first.hover()
     assert page.locator("#look img, #look script").count() == 0
-    split = "a 🦊 and naïve 你好"  # characters of several tokens
+    split = "a 🦊 and naïve 你好"  # characters that take several tokens each
     pane = run(page, other=json.dumps({"choice": [split]}))
     assert words(pane) == split
     pane = run(page, other=json.dumps({"choice": ["one two three"]}), stop=" two")
@@ -355,7 +355,7 @@ def test_what_a_model_writes_is_text_and_nothing_else(site: Served, open_page: O
 
 
 @pytest.mark.slow
-def test_drafted_tokens_are_marked_and_counted(site: Served, open_page: Opens) -> None:
+def test_accepted_draft_tokens_are_marked_and_counted(site: Served, open_page: Opens) -> None:
     page = open_ready(open_page, site.url)
     again = json.dumps({"choice": ["one fox two fox one fox two fox one fox two fox one fox two"]})
     run(page, prompt="one fox two fox one fox two fox", other=again, temperature=0)
@@ -369,7 +369,7 @@ def test_drafted_tokens_are_marked_and_counted(site: Served, open_page: Opens) -
 
 
 @pytest.mark.slow
-def test_a_chat_goes_on(site: Served, open_page: Opens) -> None:
+def test_chat_continues_with_earlier_turns(site: Served, open_page: Opens) -> None:
     service = site.service
     page = open_ready(open_page, site.url)
     page.check("#mode-chat")
@@ -391,7 +391,7 @@ def test_a_chat_goes_on(site: Served, open_page: Opens) -> None:
 
 
 @pytest.mark.slow
-def test_errors_are_shown_in_the_servers_words(site: Served, open_page: Opens) -> None:
+def test_server_error_messages_are_shown(site: Served, open_page: Opens) -> None:
     page = open_ready(open_page, site.url, expect="400 (Bad Request)")
     pane = run(page, temperature=-1)
     assert "temperature=-1" in pane.locator(".wrong").inner_text()
@@ -410,7 +410,9 @@ def test_errors_are_shown_in_the_servers_words(site: Served, open_page: Opens) -
 
 
 @pytest.mark.slow
-def test_a_key_is_asked_for_and_forgotten_with_the_tab(plain: Served, open_page: Opens) -> None:
+def test_api_key_is_prompted_for_and_kept_in_session_storage(
+    plain: Served, open_page: Opens
+) -> None:
     with serving(plain.llm, ServeSettings(api_keys=("correct-horse",))) as locked:
         page = open_page(locked.url, expect="401 (Unauthorized)")
         page.wait_for_selector("#key-dialog[open]")
@@ -432,7 +434,7 @@ def test_a_key_is_asked_for_and_forgotten_with_the_tab(plain: Served, open_page:
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 768, 1280])
-def test_it_is_readable_at_any_width_in_light_and_dark(
+def test_page_has_contrast_and_no_overflow_at_any_width(
     scheme: str, width: int, site: Served, open_page: Opens
 ) -> None:
     page = open_ready(
@@ -465,7 +467,7 @@ def test_gauges_follow_the_engine(site: Served, open_page: Opens, pace: Pace) ->
     comes_true(page, "document.getElementById('running').textContent === '0'")
 
 
-# The contrast of every text with what is behind it, as WCAG 2 counts it.
+# The contrast ratio of every text with its background, by WCAG 2.
 CONTRASTS = """() => {
   const parts = (c) => c.match(/[\\d.]+/g).map(Number);
   const light = (c) => parts(c).slice(0, 3).map((v) => v / 255)

@@ -1,4 +1,4 @@
-"""`verbatim serve` as a process: how it begins, drains, ends, and what its clients see of that."""
+"""`verbatim serve` as a process: startup, draining, shutdown, and what its clients receive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from support.programs import PATIENCE_S, VERBATIM, in_thread, until
-from support.serving import running, said
+from support.serving import running, wait_for_line
 
 pytestmark = pytest.mark.slow
 LONG = {
@@ -25,7 +25,7 @@ LONG = {
 
 
 class Reader:
-    """A stream that a thread reads to its end."""
+    """A stream that is read to its end in a thread."""
 
     def __init__(self, url: str, **change: Any) -> None:
         self.lines: list[str] = []
@@ -51,8 +51,8 @@ class Reader:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, told = process.communicate()
-    return process.returncode, told
+    _, stderr = process.communicate()
+    return process.returncode, stderr
 
 
 get = partial(httpx.get, timeout=PATIENCE_S)
@@ -63,67 +63,67 @@ def refuses_connections(url: str) -> bool:
         get(f"{url}/health")
     except httpx.ConnectError:
         return True
-    except httpx.HTTPError:  # the server closes its listener meanwhile
+    except httpx.HTTPError:  # the server is closing its listener
         pass
     return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
-def test_a_signal_lets_what_runs_come_to_its_end(number):
+def test_signal_drains_running_requests(number):
     with running() as (process, url):
         reader = Reader(url, n=4)
         process.send_signal(number)
-        said(process, "shutting down; waiting for 1 requests")
+        wait_for_line(process, "shutting down; waiting for 1 requests")
         until(lambda: refuses_connections(url))
         lines = reader.end()
         assert reader.error is None
         assert lines[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in lines[-2]
-        code, told = ended(process)
+        code, stderr = ended(process)
     assert code == 0
-    assert "Traceback" not in told
+    assert "Traceback" not in stderr
 
 
-def test_a_second_signal_ends_it_at_once():
+def test_second_signal_ends_server_at_once():
     with running() as (process, url):
-        # Many choices take minutes, so that none ends between the two signals.
+        # With so many choices none ends between the two signals.
         readers = [Reader(url, seed=seed, n=64) for seed in range(4)]
         body = LONG | {"stream": False, "n": 64}
         post = partial(httpx.post, json=body, timeout=PATIENCE_S)
         whole = in_thread(post, f"{url}/v1/completions")
         until(lambda: get(f"{url}/v1/engine").json()["under_way"] == 5)
         process.send_signal(signal.SIGTERM)
-        said(process, "shutting down; waiting for 5 requests")
+        wait_for_line(process, "shutting down; waiting for 5 requests")
         process.send_signal(signal.SIGTERM)
-        code, told = ended(process)
+        code, stderr = ended(process)
         for reader in readers:
             assert "data: [DONE]" not in reader.end()
         answer = whole.result()
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == "the server has ended"
     assert code == 0
-    assert "ending now" in told
-    assert "Traceback" not in told
+    assert "ending now" in stderr
+    assert "Traceback" not in stderr
 
 
-def test_the_drain_has_an_end():
+def test_drain_ends_at_its_timeout():
     with running("--drain-timeout-s", "1") as (process, url):
         reader = Reader(url, n=64)
         process.send_signal(signal.SIGTERM)
-        code, told = ended(process)
+        code, stderr = ended(process)
         assert "data: [DONE]" not in reader.end()
     assert code == 0
-    assert "Traceback" not in told
+    assert "Traceback" not in stderr
 
 
 @pytest.mark.parametrize("redirection", ["> /dev/full", "> >(true)"])
-def test_a_log_that_can_not_be_written_costs_nothing(redirection):
+def test_unwritable_log_does_not_affect_server(redirection):
     line = ["bash", "-c", f'exec "$@" {redirection}', "bash", *VERBATIM, "serve", "--port", "0"]
     with running(line=line) as (process, url):
         for _ in range(3):
             assert get(f"{url}/v1/models").status_code == 200
         process.send_signal(signal.SIGTERM)
-        code, told = ended(process)
+        code, stderr = ended(process)
     assert code == 0
-    assert "Logging error" not in told
-    assert "Traceback" not in told
+    assert "Logging error" not in stderr
+    assert "Traceback" not in stderr

@@ -1,4 +1,4 @@
-"""Reasoning has a field of its own, in answers and in histories, and structures begin after it."""
+"""Reasoning has a field of its own in answers and histories; structured outputs begin after it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOW = {"reasoning_effort": "low"}
 
 @pytest.fixture(scope="module", params=["text", "tokens", "special"])
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """A model that often ends its reasoning."""
+    """A model with a logit bias that makes it end its reasoning soon."""
     template = THINKING + HERMES[: HERMES.index("{%- for")]
     how = dict(added=request.param != "text", special=request.param == "special")
     with talking(template, **how) as server:
@@ -38,7 +38,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 def answers(served: Served, **body: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """The message of a whole answer, and the texts of its stream."""
+    """Return an unstreamed choice and the texts of the stream, which must be equal."""
     body = ASK | {"logit_bias": served.bias} | body
     whole = served.post("/v1/chat/completions", **body)["choices"][0]
     texts = {"content": "", "reasoning_content": ""}
@@ -50,7 +50,7 @@ def answers(served: Served, **body: Any) -> tuple[dict[str, Any], dict[str, str]
     return whole, texts
 
 
-def test_an_answer_that_begins_within_reasoning_is_split(served):
+def test_reasoning_is_split_from_content(served):
     _, texts = answers(served, **LOW)
     assert texts["reasoning_content"]
     assert "think>" not in texts["content"] or served.bias.get("261")
@@ -62,7 +62,7 @@ def test_an_answer_that_begins_within_reasoning_is_split(served):
 
 @pytest.mark.parametrize("seed", slow_but([0], range(3)))
 @pytest.mark.parametrize("effort", ["low", "none"])
-def test_a_structure_begins_after_the_reasoning(served, seed, effort):
+def test_structured_output_begins_after_reasoning(served, seed, effort):
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     for structure in (
         {"response_format": schema}, {"regex": "a/[bc]+d"}, {"choice": ["yes", 'n"o']},
@@ -84,12 +84,12 @@ def test_a_structure_begins_after_the_reasoning(served, seed, effort):
             jsonschema.validate(json.loads(content), SCHEMA)
 
 
-def test_an_error_of_a_grammar_names_its_own_line(served):
+def test_grammar_error_names_its_own_line(served):
     error = served.refused("/v1/chat/completions", ASK | LOW | {"grammar": "start: a\na: /[/\n"})
     assert "at 2(" in error["message"]
 
 
-def test_the_usage_counts_the_tokens_of_reasoning(served):
+def test_usage_counts_reasoning_tokens(served):
     body = ASK | LOW | {"logit_bias": served.bias, "logprobs": True}
     whole = served.post("/v1/chat/completions", **body)
     tokens = [entry["token"] for entry in whole["choices"][0]["logprobs"]["content"]]
@@ -99,19 +99,19 @@ def test_the_usage_counts_the_tokens_of_reasoning(served):
         count += 1
     usage = whole["usage"]
     assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
-    asked = body | {"stream_options": {"include_usage": True}}
-    assert served.stream("/v1/chat/completions", **asked)[-2]["usage"] == usage
+    with_usage = body | {"stream_options": {"include_usage": True}}
+    assert served.stream("/v1/chat/completions", **with_usage)[-2]["usage"] == usage
     del body["messages"], body["logprobs"], body["max_tokens"], body["reasoning_effort"]
-    told = served.post(
+    responses_usage = served.post(
         "/v1/responses", **body, input="Hi", reasoning={"effort": "low"}, max_output_tokens=120
     )["usage"]
-    assert told["output_tokens_details"] == {"reasoning_tokens": count}
+    assert responses_usage["output_tokens_details"] == {"reasoning_tokens": count}
     plain = served.post("/v1/chat/completions", **ASK | {"reasoning_effort": "none"})["usage"]
     assert plain["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-def test_a_spelled_mark_ends_no_reasoning_of_a_structure(served):
-    """The reader sees only text, so the grammar must not let a model spell what ends its reasoning."""
+def test_grammar_keeps_reasoning_from_spelling_end_mark(served):
+    """The reader sees only text, so the grammar must not let reasoning contain its end mark as text."""
     ids = served.llm.tokenizer.encode("<>/hiknt", special_tokens=False)
     body = ASK | LOW | {"regex": "a", "max_tokens": 300, "n": 4}
     body |= {"logit_bias": served.bias | {str(i): 2.0 for i in ids}}
@@ -119,7 +119,7 @@ def test_a_spelled_mark_ends_no_reasoning_of_a_structure(served):
         assert choice["message"]["content"] in ("", "a", None)
 
 
-def test_tools_are_called_after_the_reasoning(served):
+def test_tool_calls_follow_reasoning(served):
     tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
     body = ASK | LOW | {"tools": tools, "tool_choice": "required", "logit_bias": served.bias}
     body |= {"max_tokens": 800, "parallel_tool_calls": False}
@@ -129,7 +129,7 @@ def test_tools_are_called_after_the_reasoning(served):
         jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
 
 
-def test_responses_have_reasoning_items_and_take_them(served):
+def test_responses_reasoning_items_round_trip(served):
     body = {
         "input": "Hi", "reasoning": {"effort": "low"}, "logit_bias": served.bias, "seed": 2,
         "max_output_tokens": 120, "temperature": 1.0, "top_p": 1.0,
@@ -147,8 +147,8 @@ def test_responses_have_reasoning_items_and_take_them(served):
     deltas = [e["delta"] for e in events if e["type"] == "response.reasoning_text.delta"]
     assert "".join(deltas) == reasoning["text"]
     assert whole["reasoning"]["effort"] == "low"
-    told = body | {"include": ["message.output_text.logprobs"]}
-    assert "reasoning" in served.refused("/v1/responses", told)["message"]
+    with_logprobs = body | {"include": ["message.output_text.logprobs"]}
+    assert "reasoning" in served.refused("/v1/responses", with_logprobs)["message"]
 
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "B"}]
     messages[1]["reasoning_content"] = "A"

@@ -1,4 +1,4 @@
-"""Hostile bodies and connections: each gets its answer, nothing stays behind, and others do not wait."""
+"""Hostile bodies and connections: each gets a response, leaks nothing and blocks no other client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from verbatim import LLM
 from verbatim.errors import InvalidRequest
 from verbatim.serve.app import make_app
 from verbatim.serve.bodies import MAX_CONTAINERS
-from verbatim.serve.connections import connection_limit
+from verbatim.serve.server import connection_limit
 from verbatim.serve.settings import ServeSettings
 
 MODEL = {"model": Client.model}
@@ -75,7 +75,7 @@ def served(llm: LLM) -> Iterator[Served]:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_list_is_refused_at_its_first_error_or_its_limit(served, path, body, field):
+def test_list_is_rejected_at_first_error_or_at_its_limit(served, path, body, field):
     refusal = served.refused(path, body)
     assert refusal["param"] == field
     assert len(refusal["message"]) < 300
@@ -91,20 +91,20 @@ def test_a_list_is_refused_at_its_first_error_or_its_limit(served, path, body, f
     ],
     ids=["lists", "schema", "fields", "arguments"],
 )
-def test_a_body_of_very_many_parts_is_refused_before_it_is_built(served, body):
+def test_body_with_too_many_containers_is_rejected(served, body):
     path, body = (
         ("/v1/completions", body) if "prompt" in body else ("/v1/responses", {"input": [body]})
     )
     assert "; at most 65536" in served.refused(path, body)["message"]
 
 
-def test_marks_inside_of_strings_are_no_parts(served):
+def test_brackets_inside_strings_are_not_counted(served):
     text = '{"[:\\' * (MAX_CONTAINERS // 2 + 1)
     refusal = served.refused("/v1/completions", {"prompt": text, "max_tokens": 1})
     assert refusal["code"] == "context_length_exceeded"
 
 
-def test_every_list_of_the_document_has_a_limit(served):
+def test_every_list_in_openapi_document_has_a_limit(served):
     document = served.client.get("/openapi.json").json()
     bounded = []
 
@@ -116,8 +116,8 @@ def test_every_list_of_the_document_has_a_limit(served):
             if schema.get("type") == "array":
                 assert "maxItems" in schema, path
                 bounded.append(path)
-            # A JSON schema's own size is limited as text, in `SamplingParams`, and the arguments of an
-            # earlier call by the number of objects in a body.
+            # `SamplingParams` limits the text length of JSON schemas; the number of objects in a body limits
+            # the arguments of earlier calls.
             free = (
                 "json_schema.anyOf.0",
                 "properties.json.anyOf.0",
@@ -134,13 +134,13 @@ def test_every_list_of_the_document_has_a_limit(served):
                     walk(value, f"{path}.{key}")
 
     for name, schema in document["components"]["schemas"].items():
-        if not name.endswith("Error"):  # FastAPI's own, of answers
+        if not name.endswith("Error"):  # FastAPI's own schemas of answers
             walk(schema, name)
     assert len(bounded) > 25
 
 
-def test_a_body_in_chunks_is_refused_and_what_follows_is_not_read(served):
-    """Beside a Content-Length, it would be another request to a proxy than to this server."""
+def test_chunked_body_is_rejected_and_not_read_further(served):
+    """With a Content-Length, a proxy and this server could see different requests (request smuggling)."""
     hidden = b"0\r\n\r\nGET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for length in (b"", b"Content-Length: %d\r\n" % len(hidden)):
         with served.connect() as link:
@@ -153,7 +153,7 @@ def test_a_body_in_chunks_is_refused_and_what_follows_is_not_read(served):
             link.sendall(b"1\r\na\r\n" * 10_000_000)
 
 
-def test_an_encoded_body_is_refused(served):
+def test_compressed_body_is_rejected(served):
     for encoding, status in (("gzip", 415), ("br", 415), ("identity", 200)):
         answer = served.client.post(
             "/v1/completions", json=SHORT, headers={"Content-Encoding": encoding}
@@ -161,13 +161,13 @@ def test_an_encoded_body_is_refused(served):
         assert answer.status_code == status, encoding
 
 
-def test_large_bodies_in_progress_have_a_limit_together(llm):
+def test_total_size_of_bodies_in_progress_is_limited(llm):
     with serving(llm, ServeSettings(max_body_bytes=300_000)) as server:
         links = []
         for _ in range(17):  # 16 times 300,000 bytes are allowed
             links.append(server.connect())
             links[-1].sendall(HEAD + b"Content-Length: 299000\r\n\r\n" + b" " * 290_000)
-        for link in select.select(links, [], [])[0]:  # the last to have sent so much
+        for link in select.select(links, [], [])[0]:  # the connection that exceeded the limit
             assert link.recv(65536).startswith(b"HTTP/1.1 429")
         assert server.post("/v1/completions", **SHORT)["choices"]
         for link in links:
@@ -176,7 +176,7 @@ def test_large_bodies_in_progress_have_a_limit_together(llm):
         until(lambda: server.refused("/v1/completions", large)["code"] != "rate_limit_exceeded")
 
 
-def test_no_client_runs_in_place_of_another(llm, served):
+def test_negative_priority_is_rejected_unless_enabled(llm, served):
     for path, body in (
         ("/v1/completions", SHORT | {"priority": -1}),
         ("/v1/generate", {"prompt": "x", "params": {"priority": -1}}),
@@ -187,8 +187,8 @@ def test_no_client_runs_in_place_of_another(llm, served):
         assert server.post("/v1/completions", **SHORT, priority=-1)["choices"]
 
 
-def test_a_client_that_fills_the_batch_gives_way_to_others():
-    """The batch has room for four; one client's four choices are two more than its share."""
+def test_client_filling_the_batch_gives_way_to_others():
+    """The batch has four slots; one client's four choices are two more than its share."""
     with LLM(kv_memory="64MB", max_sequences=4) as llm, serving(llm) as server:
         alone = server.post("/v1/completions", **SHORT, seed=1)["choices"]
         body = {"prompt": "x", "n": 4, "max_tokens": 1900, "ignore_eos": True, "stream": True}
@@ -198,11 +198,11 @@ def test_a_client_that_fills_the_batch_gives_way_to_others():
             assert link.recv(100).startswith(b"HTTP/1.1 200")
             answer = client.post("/v1/completions", json=SHORT | {"seed": 1})
             assert answer.json()["choices"] == alone
-            assert server.service.under_way == 1  # the four are not at their end
+            assert server.service.num_in_progress == 1  # the four choices are still running
         server.until_idle()
 
 
-# ---- values and connections of somebody who means no good
+# ---- hostile values and connections
 
 INTEGERS = [2**31, 2**63, 2**64, 10**30, -1, -(2**63) - 1]
 NUMBERS = ["1e308", "1e-320", "1e400", "NaN", "-Infinity", "-0.0", "true", "-" + "9" * 30]
@@ -217,7 +217,7 @@ for depth in (50, 400, 3000):
 
 
 @pytest.mark.parametrize("value", slow_but(VALUES[::4], VALUES), ids=lambda value: value[:12])
-def test_unchecked_values_of_every_body(served: Served, value: str) -> None:
+def test_hostile_values_in_any_field_cause_no_server_error(served: Served, value: str) -> None:
     models = {
         route.path: route.body_field.field_info.annotation
         for route in routes_of(make_app(served.llm, served.service.settings).routes)
@@ -233,14 +233,14 @@ def test_unchecked_values_of_every_body(served: Served, value: str) -> None:
             text = json.dumps(named | body).replace(json.dumps(MARK), value)
             answer = served.client.post(path, content=text, headers=headers)
             assert answer.status_code in (200, 400, 403, 404, 409), (path, text[:300], answer.text)
-            assert "server_error" not in answer.text, text[:300]  # in a stream neither
+            assert "server_error" not in answer.text, text[:300]  # not in a stream either
             if answer.status_code != 200:
                 assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     served.until_idle()
 
 
 @pytest.mark.slow
-def test_requests_that_come_in_one_packet_are_answered_in_order(served):
+def test_pipelined_requests_are_answered_in_order(served):
     bodies = [SHORT | {"temperature": 1, "seed": seed} for seed in range(4)]
     alone = [served.post("/v1/completions", **body) for body in bodies]
     with served.connect() as connection:
@@ -258,7 +258,7 @@ def test_requests_that_come_in_one_packet_are_answered_in_order(served):
 # ---- responses
 
 
-def test_a_response_that_could_be_too_large_is_refused_by_name(served):
+def test_request_for_too_large_response_is_rejected(served):
     body = SHORT | {"n": 64, "max_tokens": 200, "logprobs": 1024, "echo": True}
     refusal = served.refused("/v1/completions", body)
     assert "1,3" in refusal["message"] and "33,554,432" in refusal["message"]
@@ -267,19 +267,19 @@ def test_a_response_that_could_be_too_large_is_refused_by_name(served):
     served.refused("/v1/generate", {"prompt": "x", "params": params})
 
 
-def test_responses_in_progress_are_limited_together(llm):
+def test_total_size_of_responses_in_progress_is_limited(llm):
     body = SHORT | {"max_tokens": 1000, "ignore_eos": True, "logprobs": 8}
     settings = ServeSettings(max_response_bytes=910_000)
     with serving(llm, settings) as server:
         links = []
-        for _ in range(16):  # that many of the largest responses
+        for _ in range(16):  # the limit allows this many of the largest responses
             link = server.connect()
             link.sendall(request_of(body | {"stream": True}))
             links.append(link)
         for link in links:
             assert link.recv(100).startswith(b"HTTP/1.1 200")
         llm.pause()  # so that none comes to its end
-        assert "together" in server.refused("/v1/completions", body, 429)["message"]
+        assert "total size" in server.refused("/v1/completions", body, 429)["message"]
         for link in links:
             link.close()
         server.until_idle()
@@ -288,8 +288,7 @@ def test_responses_in_progress_are_limited_together(llm):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/generate"])
-def test_a_large_response_comes_in_pieces_and_is_the_same(llm, path, monkeypatch):
-    """It is what one piece would have been."""
+def test_large_response_in_pieces_equals_response_at_once(llm, path, monkeypatch):
     body: dict[str, Any] = {"max_tokens": 200, "seed": 3, "n": 3, "ignore_eos": True}
     if path == "/v1/chat/completions":
         body |= {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
@@ -319,22 +318,22 @@ def plain(answer: dict[str, Any]) -> dict[str, Any]:
 # ---- connections
 
 
-def test_connections_that_send_no_head_are_closed(llm):
+def test_connections_without_complete_request_head_are_closed(llm):
     with serving(llm, ServeSettings(idle_timeout_s=0.2)) as server:
         for start in (b"", b"GET / HTTP/1.1\r\nX: "):
             with server.connect() as link:
                 link.sendall(start)
                 assert link.recv(100) == b""
         answer = b""
-        while not answer:  # else the first head was late, too
+        while not answer:  # retry if the first head was late, too
             with server.connect() as link:
-                # the second head is late
+                # the second head stays incomplete
                 link.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea")
                 answer = received(link)
         assert answer.endswith(b'{"status":"ok"}')
 
 
-def test_a_new_connection_replaces_the_one_that_has_waited_longest(llm):
+def test_new_connection_replaces_longest_waiting_one(llm):
     with serving(llm, ServeSettings(max_connections=4, max_connections_per_address=4)) as server:
         links = [server.connect() for _ in range(4)]
         for link in links:
@@ -346,7 +345,7 @@ def test_a_new_connection_replaces_the_one_that_has_waited_longest(llm):
             link.close()
 
 
-def test_where_all_connections_are_busy_health_is_answered_and_nothing_else(llm):
+def test_only_health_is_answered_when_all_connections_are_busy(llm):
     settings = ServeSettings(max_connections=8, max_connections_per_address=3)
     body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with serving(llm, settings) as server:
@@ -374,7 +373,7 @@ def test_where_all_connections_are_busy_health_is_answered_and_nothing_else(llm)
         server.until_idle()
 
 
-def test_a_client_that_closes_its_side_gets_its_answer(served):
+def test_half_closed_connection_gets_its_response(served):
     for stream in (False, True):
         with served.connect() as link:
             link.sendall(
@@ -389,18 +388,18 @@ def test_a_client_that_closes_its_side_gets_its_answer(served):
     served.until_idle()
 
 
-def test_more_connections_than_descriptors_are_refused():
+def test_max_connections_above_ulimit_is_rejected():
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     with pytest.raises(InvalidRequest, match=rf"max_connections={allowed}: .*ulimit -n"):
         connection_limit(ServeSettings(max_connections=allowed))
     assert connection_limit(ServeSettings(max_connections=2)) == 2
 
 
-# ---- all at once
+# ---- load
 
 
 class Others:
-    """Clients that ask for /health and for a short completion all the time."""
+    """Clients that keep requesting /health and a short completion."""
 
     def __init__(self, url: str) -> None:
         self.num_answers = 0
@@ -473,7 +472,7 @@ def mutated(rng: random.Random, path: str) -> bytes:
 
 
 @pytest.mark.slow
-def test_mutated_bodies_hold_up_nobody():
+def test_mutated_bodies_do_not_block_other_clients():
     """VERBATIM_FUZZ_BODIES sets how many are sent."""
     seed = int(os.environ.get("VERBATIM_FUZZ_SEED", "1"))
     rng = random.Random(seed)
@@ -488,14 +487,14 @@ def test_mutated_bodies_hold_up_nobody():
             until(lambda: others.num_answers > 50)
         before = resident_mb(process.pid)
         for first in range(0, NUM_BODIES, 50):
-            # Made beforehand: this process's other threads would wait for it, too.
+            # Built before the other threads of this process run, as it would delay them.
             chosen = rng.choices(paths, k=min(50, NUM_BODIES - first))
             bodies = [(path, mutated(rng, path)) for path in chosen]
             with others:
                 for number, (path, raw) in enumerate(bodies, start=first):
                     answer = client.post(path, content=raw, headers=headers)
-                    told = number, path, raw[:300]
-                    assert answer.status_code in (200, 400, 403, 404, 413, 429), told
+                    context = number, path, raw[:300]
+                    assert answer.status_code in (200, 400, 403, 404, 413, 429), context
         until(lambda: resident_mb(process.pid) < before + 100)  # memory is returned after a second
     assert not others.errors
 
@@ -519,7 +518,7 @@ def never_reading(link: socket.socket) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", [partial_head, partial_body, half_closed, never_reading])
-def test_five_hundred_slow_clients_do_not_stop_health(slow):
+def test_500_slow_clients_do_not_block_health(slow):
     with running("--max-requests", "600") as (process, url):
         port = int(url.rsplit(":", 1)[1])
         links = []
@@ -531,7 +530,7 @@ def test_five_hundred_slow_clients_do_not_stop_health(slow):
                 link.connect(("127.0.0.1", port))
                 try:
                     slow(link)
-                except ConnectionError:  # it was replaced at once
+                except ConnectionError:  # it was closed at once to make room
                     pass
                 links.append(link)
             before = others.num_answers

@@ -1,4 +1,4 @@
-"""Tool calls: arguments fit their schema, however random the model; a stream says what the whole says."""
+"""Tool calls: arguments fit their schema even from a random model; streams equal unstreamed answers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ from support.tool_templates import (
     QWEN_CODER,
 )
 from verbatim.errors import NotSupported, VerbatimError
+from verbatim.serve.answers import ChannelReader, Reader, Reasoning, split_parts
 from verbatim.serve.fields import Function
-from verbatim.serve.formats import CallFormat, ParsedCall
-from verbatim.serve.reader import ChannelReader, Reader, Reasoning, split_parts
-from verbatim.serve.tools import ToolUse
+from verbatim.serve.formats import CallFormat, ParsedCall, ToolUse
 
 KINDS: dict[str, dict[str, Any]] = {
     "text": dict(template=HERMES, added=False),
@@ -64,7 +63,7 @@ SCHEMAS: dict[str, dict[str, Any] | None] = {
         "required": ["city", "unit"],
         "additionalProperties": False,
     },
-    "tree": {  # as pydantic writes it: references from the schema's own root
+    "tree": {  # as written by pydantic: references from the schema's own root
         "type": "object",
         "properties": {"node": {"$ref": "#/$defs/Node"}},
         "required": ["node"],
@@ -77,7 +76,7 @@ TOOLS = [
     for name, schema in SCHEMAS.items()
 ]
 ASK = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "temperature": 1.0}
-# The model would seldom find a mark by itself.
+# The model would seldom generate a mark of a tool call by itself.
 TALKATIVE = {"max_tokens": 220, "top_p": 1.0}
 
 
@@ -91,10 +90,10 @@ def check(calls: list[dict[str, Any]]) -> None:
         jsonschema.validate(json.loads(function["arguments"]), SCHEMAS[function["name"]])
 
 
-def test_a_named_tool_is_the_one_that_is_called(served):
+def test_named_tool_is_called(served):
     for name in SCHEMAS:
         named = {"type": "function", "function": {"name": name}}
-        body = ASK | TALKATIVE | {"tool_choice": named, "n": 3, "seed": 1}
+        body = ASK | TALKATIVE | {"tool_choice": named, "n": 2, "seed": 1}
         choices = served.post("/v1/chat/completions", **body)["choices"]
         calls = [call for c in choices for call in c["message"].get("tool_calls", [])]
         check(calls)
@@ -124,9 +123,9 @@ CHOICES: list[dict[str, Any]] = [
     ids=lambda value: value if isinstance(value, str) else json.dumps(value),
     indirect=["served"],
 )
-def test_a_stream_calls_what_the_whole_calls(served, choice):
+def test_streamed_tool_calls_equal_unstreamed_calls(served, choice):
     body = ASK | TALKATIVE | {"n": 2, "seed": 3} | choice
-    if choice["tool_choice"] == "auto":  # so that it begins a call at all
+    if choice["tool_choice"] == "auto":  # so that the model begins a call at all
         added = served.llm.tokenizer.hf.get_added_vocab()
         mark = {"bare": ord("{") - 31, "pythonic": ord("[") - 31}.get(served.kind)
         mark = next((i for m, i in added.items() if m in MARKED), mark)
@@ -152,27 +151,29 @@ def test_a_stream_calls_what_the_whole_calls(served, choice):
             if "parallel_tool_calls" in choice:
                 assert len(calls) == 1 and one["message"]["content"] is None
         if "logprobs" in choice:
-            told = [e for p in mine if p["logprobs"] for e in p["logprobs"]["content"]]
-            assert told == one["logprobs"]["content"]
-        if "stop" in choice or body["max_tokens"] == 20:  # a call cut short is the text it is
+            streamed = [e for p in mine if p["logprobs"] for e in p["logprobs"]["content"]]
+            assert streamed == one["logprobs"]["content"]
+        if "stop" in choice or body["max_tokens"] == 20:  # an incomplete call is returned as text
             assert not calls
             assert one["message"]["content"] or one["message"]["reasoning_content"]
 
 
-def test_responses_call_and_take_what_the_tool_said(served):
+def test_responses_tool_calls_and_results_round_trip(served):
     tools = [{"type": "function", "name": n, "parameters": s} for n, s in SCHEMAS.items()]
     body = {
         "input": "Hi", "tools": tools, "tool_choice": {"type": "function", "name": "weather"},
         "seed": 1, "max_output_tokens": 200, "temperature": 1.0,
     }  # fmt: skip
     harmony = served.kind == "harmony"
-    if harmony:  # short messages of reasoning
+    if harmony:  # keep reasoning messages short
         end = served.llm.tokenizer.hf.convert_tokens_to_ids("<|end|>")
         body["logit_bias"] = {str(end): 8.0}
-    told = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
-    error = served.refused("/v1/responses", body | told)  # a call's tokens belong to no text
+    with_logprobs = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    error = served.refused(
+        "/v1/responses", body | with_logprobs
+    )  # tokens of a call belong to no text
     assert "logprobs" in error["message"] and "tools" in error["message"]
-    without = body | told | {"tool_choice": "none", "max_output_tokens": 3}
+    without = body | with_logprobs | {"tool_choice": "none", "max_output_tokens": 3}
     if harmony:
         assert "reasoning" in served.refused("/v1/responses", without)["message"]
     else:
@@ -223,7 +224,7 @@ def function(**schema: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": schema}}
 
 
-# What does not depend on the format.
+# Tests that do not depend on the format.
 any_kind = pytest.mark.parametrize("served", ["tokens"], indirect=True)
 
 
@@ -243,7 +244,7 @@ any_kind = pytest.mark.parametrize("served", ["tokens"], indirect=True)
     ],
     ids=["twice", "unknown", "bad-name", "kind", "schema", "no-object", "regex", "format", "surrogate"],
 )  # fmt: skip
-def test_what_can_not_be_called_is_refused(served, change, said):
+def test_invalid_tools_are_rejected(served, change, said):
     content = json.dumps(ASK | {"model": served.service.name, "max_tokens": 2} | change)
     answer = served.client.post(
         "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
@@ -253,8 +254,8 @@ def test_what_can_not_be_called_is_refused(served, change, said):
 
 
 @any_kind
-def test_no_tools_are_no_tools(served):
-    """Programs that build requests send the empty list, and the choice that goes with any."""
+def test_empty_tool_list_is_the_same_as_none(served):
+    """Programs that build requests send an empty list together with a tool choice."""
     body = {"messages": ASK["messages"], "max_tokens": 2, "seed": 1}
     plain = served.post("/v1/chat/completions", **body)["choices"]
     none = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
@@ -269,15 +270,15 @@ def test_no_tools_are_no_tools(served):
     )
 
 
-def test_special_tokens_stay_where_they_are_asked_for(served):
+def test_skip_special_tokens_applies_with_tools(served):
     special = "<s>"
     number = served.llm.tokenizer.hf.convert_tokens_to_ids(special)
     body = {"messages": ASK["messages"], "tools": TOOLS, "max_tokens": 3, "seed": 1}
     body |= {"allowed_token_ids": [number, ord("a") - 31], "logit_bias": {str(number): 50.0}}
     body |= {"tool_choice": "none"}
-    for asked, shown in ((False, True), (True, False), (None, False)):
-        told = {} if asked is None else {"skip_special_tokens": asked}
-        (choice,) = served.post("/v1/chat/completions", **body, **told)["choices"]
+    for skip, shown in ((False, True), (True, False), (None, False)):
+        options = {} if skip is None else {"skip_special_tokens": skip}
+        (choice,) = served.post("/v1/chat/completions", **body, **options)["choices"]
         assert (special in str(choice["message"])) == shown
 
 
@@ -292,7 +293,7 @@ def use(**how: Any) -> ToolUse:
 
 
 def read(reader: Reader, text: str, size: int) -> tuple[str, str, list[ParsedCall]]:
-    """Push a text in pieces; its text, reasoning and calls."""
+    """Push a text in pieces; return its text, reasoning and calls."""
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     parts = [part for piece in pieces for part in reader.push(piece)]
     return split_parts([*parts, *reader.push("", last=True)])
@@ -312,7 +313,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_reader_reads_any_pieces_alike(name):
+def test_reader_gives_same_result_for_any_piece_size(name):
     text = TEXTS[name]
 
     def plain(said: str, _: str, calls: list[ParsedCall]) -> tuple[str, list[str]]:
@@ -330,8 +331,8 @@ def test_a_reader_reads_any_pieces_alike(name):
         assert reader.num_calls == len(whole[1])
 
 
-def test_marks_within_an_argument_are_not_read_as_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An end mark in a string is no end, and is not tried again with each piece of text."""
+def test_end_marks_within_arguments_do_not_end_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is such a mark parsed again with each piece of text."""
     value, num_read, parse = "</tool_call>" * 2000, 0, CallFormat.parse
 
     def counted(*arguments: Any) -> Any:
@@ -346,8 +347,8 @@ def test_marks_within_an_argument_are_not_read_as_ends(monkeypatch: pytest.Monke
     assert num_read < 10
 
 
-def test_arguments_come_as_they_were_written():
-    """Not by way of Python's numbers, which know no 1e999."""
+def test_arguments_keep_their_exact_text():
+    """They are not converted to Python numbers, which have no 1e999."""
     text = '{"name": "g", "parameters": {"big": 1e999, "many": 123456789012345678901.50}}'
     (call,) = Reader(use(template=BARE)).push(text, last=True)
     assert isinstance(call, ParsedCall)
@@ -379,19 +380,19 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("number", range(len(OUTPUTS)))
 @pytest.mark.parametrize("before", ["", "Let me see.\n"])
-def test_calls_of_each_family_are_read(number, before):
+def test_tool_calls_of_each_format_are_parsed(number, before):
     template, text = [*OUTPUTS.items()][number]
     used = use(template=template)
     if used.format.bare:
         before = ""
     for size in (1, 3, 1000):
-        said, _, calls = read(Reader(used), before + text, size)
-        assert said == before.strip()
+        content, _, calls = read(Reader(used), before + text, size)
+        assert content == before.strip()
         assert [(c.name, c.arguments) for c in calls] == [("f", '{"a": 1}'), ("g", '{"b": "]"}')]
     assert {call.id for call in calls} >= (
         {"functions.f:0", "functions.g:1"} if template == KIMI else set()
     )
-    cut = Reader(used).push(text[:-1], last=True)  # is the text it is
+    cut = Reader(used).push(text[:-1], last=True)  # an incomplete call is returned as text
     if not used.format.repeats and text[-1] != "}":
         assert split_parts(cut) == (text[:-1], "", [])
 
@@ -409,7 +410,7 @@ RAW = {
     },
     "$defs": {"Kind": {"enum": ["a", "b"], "type": "string"}},
 }
-WRITTEN = {  # as a model writes them without quotes: what they are
+WRITTEN = {  # unquoted text written by a model, and its value
     "text": ('5 </tool_call>\n "', '5 </tool_call>\n "'),
     "maybe": ("null", None),
     "flag": ("True", True),
@@ -421,7 +422,7 @@ WRITTEN = {  # as a model writes them without quotes: what they are
 
 
 @pytest.mark.parametrize("template", [QWEN_CODER, GLM, GLM_47], ids=["qwen", "glm", "glm-4.7"])
-def test_strings_without_quotes_are_read_by_their_schema(template):
+def test_unquoted_arguments_are_parsed_by_their_schema(template):
     used = ToolUse.resolve([tool("f", **RAW)], None, None, template)
     form = used.format.arguments
     written = "".join(
@@ -448,7 +449,7 @@ def test_strings_without_quotes_are_read_by_their_schema(template):
     ],
     ids=json.dumps,
 )
-def test_schemas_of_arguments_that_are_none_are_refused(template, schema):
+def test_invalid_argument_schemas_are_rejected(template, schema):
     def grammar() -> str:
         found = ToolUse.resolve([tool("f", **schema)], None, None, template)
         assert found is not None
@@ -466,7 +467,7 @@ def test_schemas_of_arguments_that_are_none_are_refused(template, schema):
     ],
     ids=["limit", "circles"],
 )
-def test_alternatives_behind_a_reference_are_refused_by_the_keys_beside_them(part, key):
+def test_unsupported_keys_behind_a_reference_are_rejected_by_name(part, key):
     schema = {"properties": {"a": {"$ref": "#/$defs/Part"}}, "$defs": {"Part": part}}
     used = ToolUse.resolve([tool("f", **schema)], None, None, QWEN_CODER)
     assert used is not None
@@ -489,11 +490,11 @@ CHANNELS = {
 
 
 @pytest.mark.parametrize("text", CHANNELS)
-def test_channels_of_gpt_oss_are_reasoning_text_and_calls(text):
+def test_harmony_channels_become_reasoning_text_and_calls(text):
     used = use(template=HARMONY)
     for size in (1, 2, 3, 1000):
-        said, thought, calls = read(ChannelReader(used), text, size)
-        assert (thought, said, [call.arguments for call in calls]) == CHANNELS[text]
+        content, reasoning, calls = read(ChannelReader(used), text, size)
+        assert (reasoning, content, [call.arguments for call in calls]) == CHANNELS[text]
 
 
 def test_pythonic_arguments_become_json():
@@ -514,7 +515,7 @@ def test_pythonic_arguments_become_json():
         (dict(properties=dict(a={}), required=["a", "a"]), "required"),
     ],
 )
-def test_what_keyword_arguments_can_not_be_held_to_is_refused(schema, words):
+def test_schema_not_expressible_as_keyword_arguments_is_rejected(schema, words):
     found = ToolUse.resolve([tool("f", **schema)], None, None, PYTHONIC)
     with pytest.raises(VerbatimError, match=words):
         found.grammar()
@@ -530,10 +531,10 @@ THOUGHTS = {
 
 
 @pytest.mark.parametrize("text", THOUGHTS)
-def test_reasoning_is_split_from_the_text_in_any_pieces(text):
+def test_reasoning_is_split_from_text_for_any_piece_size(text):
     marks = ("<think>", "</think>")
     for size in (1, 2, 3, 1000):
-        said, thought, _ = read(Reader(None, marks), text, size)
-        assert (thought, said) == THOUGHTS[text]
+        content, reasoning, _ = read(Reader(None, marks), text, size)
+        assert (reasoning, content) == THOUGHTS[text]
     inside = Reader(None, marks, opened=True)
     assert inside.push("A\n</think>\n\nB", last=True) == [Reasoning("A"), "B"]

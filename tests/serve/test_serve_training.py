@@ -1,4 +1,4 @@
-"""What trainers ask of a server: token ids, log-probs of prompts, pauses, new weights."""
+"""Server features for trainers: token ids, prompt log-probs, pauses, weight updates."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def served(llm: LLM) -> Iterator[Served]:
 
 @pytest.fixture
 def weights(llm: LLM) -> Iterator[dict[str, torch.Tensor]]:
-    """The weights of the model, which are restored."""
+    """A copy of the model's weights, restored after the test."""
     module = llm.engine.runner.module  # type: ignore[attr-defined]
     plain = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     yield plain
@@ -72,7 +72,7 @@ def other(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # ---- token ids and log-probs
 
 
-def test_completion_has_ids_versions_and_log_probs_of_the_draw(served: Served) -> None:
+def test_completion_has_token_ids_versions_and_sampled_logprobs(served: Served) -> None:
     body = BODY | {"logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
     choice = served.post("/v1/completions", **body)["choices"][0]
     params = SamplingParams(seed=7, max_tokens=6, temperature=0.7)
@@ -82,12 +82,12 @@ def test_completion_has_ids_versions_and_log_probs_of_the_draw(served: Served) -
     assert choice["token_ids"] == output.token_ids
     assert choice["weight_versions"] == output.weight_versions
     assert choice["logprobs"]["token_logprobs"] == output.sampled_logprobs != output.logprobs
-    top = choice["logprobs"]["top_logprobs"]  # TRL's client needs the drawn tokens in it
+    top = choice["logprobs"]["top_logprobs"]  # TRL's client needs the sampled tokens in it
     assert [p for best in top for p in best.values()] == output.sampled_logprobs
     assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in output.token_ids]
 
 
-def test_stream_has_the_ids_of_the_whole_completion(served: Served) -> None:
+def test_streamed_token_ids_equal_unstreamed_ones(served: Served) -> None:
     body = BODY | {"return_token_ids": True, "n": 2}
     whole = served.post("/v1/completions", **body)["choices"]
     pieces = served.stream("/v1/completions", **body)[:-1]
@@ -99,7 +99,7 @@ def test_stream_has_the_ids_of_the_whole_completion(served: Served) -> None:
         assert [v for p in own for v in p["weight_versions"]] == choice["weight_versions"]
 
 
-def test_chat_has_ids_whole_and_streamed(served: Served) -> None:
+def test_chat_has_token_ids_streamed_or_not(served: Served) -> None:
     body = CHAT | {"return_token_ids": True, "logprobs": True, "return_tokens_as_token_ids": True}
     answer = served.post("/v1/chat/completions", **body)
     (choice,) = answer["choices"]
@@ -111,7 +111,7 @@ def test_chat_has_ids_whole_and_streamed(served: Served) -> None:
     assert ids == choice["token_ids"]
 
 
-def test_supports_of_the_draws(served: Served) -> None:
+def test_sampling_supports_match_generate(served: Served) -> None:
     params = SamplingParams(seed=7, max_tokens=6, temperature=0.7, top_p=0.8, support=True)
     output = served.llm.generate(PROMPT, params)[0].outputs[0]
     body = BODY | {"top_p": 0.8, "support": True}
@@ -119,9 +119,9 @@ def test_supports_of_the_draws(served: Served) -> None:
     assert (choice["supports"], choice["log_masses"]) == (output.supports, output.log_masses)
     pieces = served.stream("/v1/completions", **body)[:-1]
     assert [s for p in pieces for s in p["choices"][0]["supports"]] == output.supports
-    talk = CHAT | {"top_p": 0.8, "temperature": 0.7, "support": True}
-    chat = served.post("/v1/chat/completions", **talk)["choices"][0]
-    pieces = served.stream("/v1/chat/completions", **talk)[:-1]
+    chat_body = CHAT | {"top_p": 0.8, "temperature": 0.7, "support": True}
+    chat = served.post("/v1/chat/completions", **chat_body)["choices"][0]
+    pieces = served.stream("/v1/chat/completions", **chat_body)[:-1]
     own = [s for p in pieces for s in p["choices"][0].get("supports", [])]
     assert own == chat["supports"]
     native = {
@@ -131,7 +131,7 @@ def test_supports_of_the_draws(served: Served) -> None:
     assert len(served.post("/v1/generate", **native)["outputs"][0]["supports"]) == 6
 
 
-def test_prompt_logprobs_are_those_of_score(served: Served) -> None:
+def test_prompt_logprobs_match_generate(served: Served) -> None:
     ids = served.llm.tokenizer.encode("Once upon a time there was")  # type: ignore[union-attr]
     body = {"prompt": ids, "max_tokens": 0, "prompt_logprobs": 3}
     entries = served.post("/v1/completions", **body)["choices"][0]["prompt_logprobs"]
@@ -149,7 +149,7 @@ def test_prompt_logprobs_are_those_of_score(served: Served) -> None:
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
 
 
-def test_structures_under_vllm_s_names(served: Served) -> None:
+def test_vllm_structured_outputs_field_is_accepted(served: Served) -> None:
     body = BODY | {"structured_outputs": {"regex": "[xyz]{4}"}}
     assert served.post("/v1/completions", **body)["choices"][0]["text"].strip("xyz") == ""
     assert "regex" in served.refused("/v1/completions", body | {"regex": "a"})["message"]
@@ -168,14 +168,14 @@ def test_structures_under_vllm_s_names(served: Served) -> None:
         ("/v1/completions", BODY | {"prompt_logprobs": 1, "stream": True}),
     ],
 )
-def test_log_probs_that_can_not_be_given_are_refused(served, path, body) -> None:
+def test_unavailable_logprobs_are_rejected(served, path, body) -> None:
     assert "logprob" in served.refused(path, body)["message"].replace("log-prob", "logprob")
 
 
 # ---- control
 
 
-def test_info_has_what_trl_reads(served: Served) -> None:
+def test_server_info_has_fields_read_by_trl(served: Served) -> None:
     config = served.client.get("/server_info", params={"config_format": "json"}).json()
     assert config["vllm_config"]["model_config"]["dtype"] == "torch.bfloat16"
     assert config["vllm_config"]["model_config"]["logprobs_mode"] == "processed_logprobs"
@@ -203,8 +203,8 @@ def keyed(llm: LLM) -> Iterator[Served]:
         yield server
 
 
-def test_key_in_the_url(keyed: Served) -> None:
-    """As basic authentication, for clients with no setting for a key, such as TRL's."""
+def test_api_key_in_url_is_accepted_as_basic_auth(keyed: Served) -> None:
+    """For clients without a setting for a key, such as TRL's."""
     url = keyed.url.replace("://", "://:secret-key-1@")
     assert httpx.get(f"{url}/get_world_size", timeout=PATIENCE_S).json() == {"world_size": 1}
     for wrong in (b"secret-key-1", b":secret-key-2", b"secret-key-1:", b"\xff"):
@@ -212,14 +212,14 @@ def test_key_in_the_url(keyed: Served) -> None:
         assert keyed.client.get("/get_world_size", headers=headers).status_code == 401
 
 
-def test_routes_exist_only_for_training(llm: LLM) -> None:
+def test_training_routes_exist_only_with_training_enabled(llm: LLM) -> None:
     with serving(llm, ServeSettings()) as plain:
         for method, path in ROUTES:
             assert plain.client.request(method, path).status_code == 404
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_web_pages_are_refused(served: Served, method: str, path: str) -> None:
+def test_requests_with_origin_header_are_rejected(served: Served, method: str, path: str) -> None:
     answer = served.client.request(method, path, headers={"origin": "https://evil.example"})
     assert answer.status_code == 403
     assert not served.llm.stats()["paused"]
@@ -235,7 +235,9 @@ def generated(llm: LLM) -> Any:
     return output.token_ids, output.logprobs
 
 
-def test_weights_of_a_safetensors_body(served: Served, weights: dict[str, torch.Tensor]) -> None:
+def test_weights_are_updated_from_safetensors_body(
+    served: Served, weights: dict[str, torch.Tensor]
+) -> None:
     before = generated(served.llm)
     answer = served.client.post(
         "/update_weights?version=41", content=save(other(weights)), headers=OCTETS
@@ -251,7 +253,7 @@ def test_weights_of_a_safetensors_body(served: Served, weights: dict[str, torch.
     assert generated(served.llm) == after
 
 
-def test_weights_in_parts_are_written_together(served: Served, weights: Any) -> None:
+def test_weights_sent_in_parts_are_applied_together(served: Served, weights: Any) -> None:
     before = generated(served.llm)
     names = list(weights)
     post = served.client.post
@@ -267,7 +269,7 @@ def test_weights_in_parts_are_written_together(served: Served, weights: Any) -> 
     assert generated(served.llm) != before
 
 
-def test_a_rollout_under_way_has_both_versions(served: Served, weights: Any) -> None:
+def test_completion_during_an_update_has_both_weight_versions(served: Served, weights: Any) -> None:
     first = served.llm.stats()["weight_version"]
     with served.client.stream(
         "POST",
@@ -277,17 +279,15 @@ def test_a_rollout_under_way_has_both_versions(served: Served, weights: Any) -> 
     ) as answer:
         lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
         seen = [next(lines)]
-        answered = served.client.post(
-            "/update_weights", content=save(other(weights)), headers=OCTETS
-        )
+        update = served.client.post("/update_weights", content=save(other(weights)), headers=OCTETS)
         seen += lines
     versions = [v for line in seen for v in json.loads(line[6:])["choices"][0]["weight_versions"]]
     assert len(versions) == 400
     assert versions == sorted(versions)
-    assert set(versions) == {first, answered.json()["weight_version"]}
+    assert set(versions) == {first, update.json()["weight_version"]}
 
 
-def test_weights_over_a_connection(served: Served, weights: dict[str, torch.Tensor]) -> None:
+def test_weight_sender_updates_weights(served: Served, weights: dict[str, torch.Tensor]) -> None:
     sender = rl.WeightSender(served.url, timeout_s=PATIENCE_S)
     before = generated(served.llm)
     sender.pause()
@@ -305,7 +305,7 @@ def test_weights_over_a_connection(served: Served, weights: dict[str, torch.Tens
     assert sender.send(other(weights)) == 53
 
 
-def test_sender_is_refused_without_a_key(keyed: Served) -> None:
+def test_weight_sender_without_key_is_rejected(keyed: Served) -> None:
     with pytest.raises(VerbatimError, match="no API key"):
         rl.WeightSender(keyed.url, timeout_s=1)
 
@@ -326,11 +326,11 @@ ADDRESS = {"master_address": "127.0.0.1", "master_port": 1, "key": "0" * 64, "nu
         ("/start_weight_update", {"is_checkpoint_format": False}, 400, "is_checkpoint_format"),
     ],
 )
-def test_bad_updates_are_refused(served, path, body, status, says) -> None:
+def test_invalid_updates_are_rejected(served, path, body, status, says) -> None:
     assert says in served.refused(path, body, status)["message"]
 
 
-def test_bodies_that_are_no_safetensors_are_refused(served: Served, weights: Any) -> None:
+def test_malformed_safetensors_bodies_are_rejected(served: Served, weights: Any) -> None:
     whole = save(weights)
     before = generated(served.llm)
     header = b'{"a":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4]}}'
@@ -344,7 +344,7 @@ def test_bodies_that_are_no_safetensors_are_refused(served: Served, weights: Any
     assert generated(served.llm) == before
 
 
-def test_more_bytes_than_allowed_are_not_received(served: Served, weights: Any) -> None:
+def test_update_over_max_update_bytes_is_rejected(served: Served, weights: Any) -> None:
     body = save(weights)
     size = sum(tensor.nbytes for tensor in weights.values())
     for limit, status in ((size, 200), (size - 1, 400)):
@@ -357,16 +357,18 @@ def test_more_bytes_than_allowed_are_not_received(served: Served, weights: Any) 
 # ---- trainers that fail
 
 
-def test_silent_trainer_loses_its_update(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_of_silent_trainer_times_out(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(llm, ServeSettings(training=True, update_timeout_s=0.3)) as server:
-        monkeypatch.setattr(Updates, "_drop", lambda updates: None)  # not yet
+        monkeypatch.setattr(Updates, "_drop", lambda updates: None)  # the timeout does nothing yet
         server.post("/start_weight_update")
         for path, body in (("/start_weight_update", {}), ("/update_weights", ADDRESS)):
             answer = server.client.post(path, json=body)
             assert answer.status_code == 409 and answer.headers["retry-after"]
             assert "another update" in answer.text and "0.3 s" in answer.text
         monkeypatch.undo()
-        server.client.post("/update_weights", content=b"", headers=OCTETS)  # it is heard of again
+        server.client.post(
+            "/update_weights", content=b"", headers=OCTETS
+        )  # activity restarts the timeout
         until(lambda: server.client.post("/start_weight_update", json={}).status_code == 200)
         time.sleep(0.4)
         assert "no update" in server.refused("/finish_weight_update", {}, 409)["message"]
@@ -386,7 +388,7 @@ sender.send({"a": torch.ones(1000), "b": torch.ones(1000)})
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
-def test_lost_trainer_frees_the_weights(llm: LLM, weights: Any, name: str) -> None:
+def test_update_of_lost_trainer_is_dropped(llm: LLM, weights: Any, name: str) -> None:
     before = generated(llm)
     settings = ServeSettings(training=True, update_timeout_s=10)
     line = [sys.executable, "-c", TRAINER]
@@ -411,16 +413,16 @@ A = torch.ones(100)
     ("sent", "says"),
     [
         ([{"name": "a", "tensor": torch.ones(100_000)}], "announced"),
-        ([{"name": "a", "tensor": A}, {"name": "a", "tensor": A}], "something else"),
-        ([{"name": "a", "tensor": None}], "something else"),
-        ([{"tensor": A}], "something else"),
+        ([{"name": "a", "tensor": A}, {"name": "a", "tensor": A}], "something other"),
+        ([{"name": "a", "tensor": None}], "something other"),
+        ([{"tensor": A}], "something other"),
         ([], "connection is lost"),
-        # no such bytes follow
+        # announces bytes that never follow
         ([[PREFIX.pack(MAGIC, 64, 1 << 35)]], "34,359,738,432 bytes, and at most"),
     ],
     ids=["larger", "twice", "none", "nameless", "nothing", "huge"],
 )
-def test_trainer_that_sends_something_else(
+def test_unexpected_tensors_from_trainer_are_rejected(
     served: Served, weights: Any, sent: Any, says: str
 ) -> None:
     before = generated(served.llm)
@@ -440,13 +442,13 @@ def test_trainer_that_sends_something_else(
     assert sender.send(weights) > 0
 
 
-def test_tensors_that_can_not_be_sent_are_refused(served: Served, weights: Any) -> None:
+def test_unsupported_tensor_dtype_is_rejected(served: Served, weights: Any) -> None:
     sender = rl.WeightSender(served.url, timeout_s=PATIENCE_S)
     with pytest.raises(InvalidRequest, match=r"a: torch\.complex64: must be"):
         sender.send(weights | {"a": torch.ones(3, dtype=torch.complex64)})
 
 
-def test_two_trainers_at_once(served: Served, weights: Any) -> None:
+def test_concurrent_update_is_rejected(served: Served, weights: Any) -> None:
     first, second = (rl.WeightSender(served.url, timeout_s=PATIENCE_S) for _ in range(2))
     before = generated(served.llm)
     send = second._send
@@ -461,6 +463,6 @@ def test_two_trainers_at_once(served: Served, weights: Any) -> None:
     assert generated(served.llm) != before
 
 
-def test_unknown_mode_of_log_probs() -> None:
+def test_unknown_logprobs_mode_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match="raw_logprobs"):
         ServeSettings(logprobs_mode="raw")

@@ -1,4 +1,4 @@
-"""`examples/verl_rollout.py` between a server and stand-ins of the verl classes that it uses."""
+"""`examples/verl_rollout.py` with a server and stand-ins for the verl classes that it uses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verbatim.serve.settings import ServeSettings
 FILE = Path(__file__).parents[2] / "examples/verl_rollout.py"
 KEY = "a-key-for-verl"
 PROMPT = [5, 17, 9]
-# As verl's agent loops send them.
+# As sent by verl's agent loops.
 PARAMS = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -56,7 +56,7 @@ async def ensure_async_iterator(items: Any) -> Any:
 
 
 class Actor:
-    """Of Ray, in this process."""
+    """Stands in for a Ray actor, in this process."""
 
     def __init__(self, kind: Any) -> None:
         self._kind = kind
@@ -125,7 +125,9 @@ def draw(server: Any, **changes: Any) -> Any:
     return asyncio.run(server.generate(PROMPT, PARAMS | changes, "request"))
 
 
-def test_completions_and_log_probs(example: Any, replicas: Any, served: Served) -> None:
+def test_completions_and_logprobs_match_generate(
+    example: Any, replicas: Any, served: Served
+) -> None:
     server = server_of(replicas)
     found = draw(server, seed=3, top_k=5)
     params = SamplingParams(seed=3, top_k=5, max_tokens=12)
@@ -139,7 +141,7 @@ def test_completions_and_log_probs(example: Any, replicas: Any, served: Served) 
         asyncio.run(server.generate(PROMPT, PARAMS, "request", image_data=[1]))
 
 
-def test_weights_are_replaced_in_parts(example: Any, replicas: Any, served: Served) -> None:
+def test_weights_are_updated_in_parts(example: Any, replicas: Any, served: Served) -> None:
     server, module = server_of(replicas), served.llm.engine.runner.module  # type: ignore[attr-defined]
     old = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     assert sum(tensor.nbytes for tensor in old.values()) > 2 << 20
@@ -158,7 +160,9 @@ def test_weights_are_replaced_in_parts(example: Any, replicas: Any, served: Serv
         asyncio.run(rollout.update_weights([], wire_format="delta_flush"))
 
 
-def test_aborted_requests(example: Any, replicas: Any, served: Served) -> None:
+def test_requests_are_aborted_and_generation_resumes(
+    example: Any, replicas: Any, served: Served
+) -> None:
     server = example.Server(served.url, KEY, 12, 2000)
 
     async def run() -> None:
@@ -166,7 +170,7 @@ def test_aborted_requests(example: Any, replicas: Any, served: Served) -> None:
         under_way = [asyncio.create_task(server.generate(PROMPT, long, "x")) for _ in range(2)]
         while served.llm.stats()["running"] < 2:
             await asyncio.sleep(0.002)
-        served.llm.pause()  # so that none comes to its end
+        served.llm.pause()  # so that none of them ends
         await server.abort_all_requests(reject_request=True)
         assert (await server.generate(PROMPT, PARAMS, "x")).stop_reason == "aborted"
         await server.resume_generation()
@@ -180,7 +184,7 @@ def test_aborted_requests(example: Any, replicas: Any, served: Served) -> None:
     asyncio.run(run())
 
 
-def test_a_replica_without_a_server(example: Any, replicas: Any) -> None:
+def test_replica_without_server_url_raises(example: Any, replicas: Any) -> None:
     replica = replicas["verbatim"]()(2, CONFIG)
     with pytest.raises(ValueError, match="replica 2 has none"):
         asyncio.run(replica.launch_servers())

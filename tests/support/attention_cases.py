@@ -1,4 +1,4 @@
-"""Attention problems of all shapes, and what they should come to."""
+"""Attention inputs of many shapes, and the expected outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from support.backends import by
 from verbatim.batch import AttentionBatch
-from verbatim.kernels.options import AttentionOptions, Packing
+from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.packing import Packing
 from verbatim.kv.attention import paged_attention, write_kv
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -32,11 +33,11 @@ SHAPES = [
     Shape(3, 3, 12, 12, 8),
     Shape(6, 2, 20, 24, 5),
     Shape(5, 1, 25, 25, 16),
-    Shape(24, 1, 80, 80, 32),  # enough heads that keys are transposed at a single row
+    Shape(24, 1, 80, 80, 32),  # enough heads that keys are transposed even for a single row
     Shape(9, 3, 96, 96, 7),
     Shape(2, 2, 100, 100, 48),
     Shape(8, 2, 192, 128, 16),
-    Shape(80, 1, 32, 32, 64),  # more heads than share a tile
+    Shape(80, 1, 32, 32, 64),  # more heads than fit into a tile
     Shape(2, 1, 256, 256, 16),
     Shape(2, 1, 72, 64, 1),
 ]
@@ -59,7 +60,7 @@ def options(kind: str, shape: Shape, window: int = 70) -> AttentionOptions:
 
 @dataclass(frozen=True)
 class Story:
-    """One sequence: queries, keys and values of all of its positions."""
+    """One sequence: queries, keys and values of all its positions."""
 
     q: Tensor  # [L, H, Dk]
     k: Tensor  # [L, Hkv, Dk]
@@ -80,7 +81,7 @@ def story(shape: Shape, length: int, seed: int = 0, q_dtype=F32, kv_dtype=F32) -
 
 
 def hard_rows(width: int, seed: int = 0) -> Tensor:
-    """Rows `[16, 2, width]` of many sizes, with what is hard to hold."""
+    """Return rows `[16, 2, width]` of many magnitudes, with values that are hard to quantize."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(16, 2, width, generator=generator)
     x *= torch.randn(16, 2, 1, generator=generator).mul(5).exp()
@@ -99,11 +100,11 @@ def attend(
     seed: int = 0,
     packing: Packing | None = None,
 ) -> list[Tensor]:
-    """Rows [start, stop) of each story in one batch, over shuffled blocks in a store full of NaN.
+    """Return the output of rows [start, stop) of each story, batched, over shuffled blocks in a NaN store.
 
     Args:
-        backend: one of the CPU's, or "triton", whose kernels write K and V as well.
-        packing: in which the store holds keys and values, and 255 in place of NaN.
+        backend: a CPU backend, or "triton", where Triton's kernels also write K and V.
+        packing: format of keys and values in the store, which is then filled with 255 instead of NaN.
     """
     first, device = pieces[0][0], torch.device("cpu")
     write, compute = write_kv, paged_attention
@@ -146,7 +147,7 @@ def whole(backend: str, opts: AttentionOptions, shape: Shape, what: Story) -> Te
 
 
 def dense(what: Story, opts: AttentionOptions) -> Tensor:
-    """The definition, in float64, over one matrix of scores."""
+    """Return attention by its definition, in float64, with one matrix of scores."""
     group = what.q.shape[1] // what.k.shape[1]
     q = what.q.double().transpose(0, 1)
     k = what.k.double().transpose(0, 1).repeat_interleave(group, 0)
@@ -171,10 +172,10 @@ def dense(what: Story, opts: AttentionOptions) -> Tensor:
 
 
 def excess(out: Tensor, what: Story, opts: AttentionOptions, backend: str) -> float:
-    """How far `out` is off the definition at most, beyond what its dtypes may cost.
+    """Return the largest error of `out` against `dense`, beyond the tolerance of its dtypes.
 
-    In bf16 the result is rounded. The kernel that multiplies pairs of bf16 also rounds the weights,
-    each by at most 2^-9 of itself, and so may err by twice that of the mean of the values' sizes.
+    In bf16 the result is rounded. The avx512_bf16 kernel also rounds each attention weight, by at most 2^-9
+    of itself, and so may err by twice that of the weighted mean of |v|.
     """
     want = dense(what, opts)
     allowed = torch.zeros_like(want)

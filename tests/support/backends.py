@@ -1,4 +1,4 @@
-"""Whose arithmetic a test looks at: the kernels of an instruction set, or torch's references ("none")."""
+"""Compute backends for tests: the kernels of an instruction set, or torch's references ("none")."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BACKENDS = [*kernels.available(), "none"]
 
 
 def by(name: str, function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function that computes as `function` does by this backend."""
+    """Return `function`, run with the backend `name`."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         with kernels.using(name):

@@ -1,4 +1,4 @@
-"""A hundred structures that are costly to compile or to follow, for a server that must stay responsive."""
+"""A hundred grammars and schemas that are costly to compile or follow; a server must stay responsive."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 Bomb = tuple[str, dict[str, Any]]  # a name, and fields of SamplingParams
 
-# The grammar that once held up every request of an engine.
+# This grammar once blocked all requests of an engine.
 AMBIGUOUS = "start: s\ns: s s s s | s s | x | x x\nx: /[a-z ]/ | /[a-z]/\n"
 
 
 def bombs() -> list[Bomb]:
-    """Return the hundred."""
+    """Return all hundred bombs."""
     made = [*_regexes(), *_grammars(), *_schemas(), *_choices()]
     assert len(made) == 100 and len({name for name, _ in made}) == 100, len(made)
     return made
@@ -69,7 +69,7 @@ def _grammars() -> Iterator[Bomb]:
 
 
 def _terms(count: int, pattern: Callable[[int], str]) -> str:
-    """A grammar of any sequence of `count` terminals."""
+    """Return a grammar of sequences of `count` terminals."""
     either = " | ".join(f"T{i}" for i in range(count))
     return f"start: t+\nt: {either}\n" + "".join(f"T{i}: /{pattern(i)}/\n" for i in range(count))
 

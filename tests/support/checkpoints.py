@@ -1,7 +1,7 @@
-"""Quantized checkpoints as other programs write them, and the numbers that they hold.
+"""Quantized checkpoints in the formats of other programs, and the values that they encode.
 
-Each writer returns the tensors of a matrix `[N, K]` by the end of their names, and its values in float32, by
-the formulas of its format.
+A writer returns the tensors of a matrix `[N, K]`, by name suffix, and the dequantized values in float32,
+computed by the formulas of the format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -
 
 
 def to_words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Put codes `[n, m]` into int32 `[n, m * bits / 32]`: the code `order[i]` of a word at bit `i * bits`."""
+    """Pack codes `[n, m]` into int32 `[n, m * bits / 32]`; code `order[i]` of a word is at bit `i * bits`."""
     per_word = 32 // bits
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_word))
     words = codes.long().unflatten(1, (-1, per_word))
@@ -39,7 +39,7 @@ def to_words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> 
 def integers(
     weight: Tensor, bits: int, size: int, symmetric: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantize along K: unsigned codes `[N, K]`, scales and zero points `[N, groups]`, values."""
+    """Quantize along K; return unsigned codes `[N, K]`, scales and zero points `[N, groups]`, and values."""
     most = 2**bits - 1
     groups = weight.float().unflatten(1, (-1, size))
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
@@ -60,7 +60,7 @@ def gptq(
 ) -> Writer:
     def write(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         places = torch.arange(weight.shape[1])
-        if order:  # K in the order in which it was quantized
+        if order:  # columns in the order of quantization
             places = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
         codes, scale, zero, values = integers(weight[:, places], bits, size, symmetric, torch.half)
         back = places.argsort()
@@ -90,7 +90,7 @@ def awq(size: int = 32) -> Writer:
 
 
 def packed(bits: int = 4, size: int = 32, *, symmetric: bool = True) -> Writer:
-    """compressed-tensors, pack-quantized."""
+    """Return a writer of compressed-tensors' pack-quantized format."""
 
     def write(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         codes, scale, zero, values = integers(weight, bits, size, symmetric, torch.bfloat16)
@@ -107,13 +107,13 @@ def packed(bits: int = 4, size: int = 32, *, symmetric: bool = True) -> Writer:
 
 
 def int8_rows(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """compressed-tensors, int-quantized by rows."""
+    """Write compressed-tensors' int-quantized format, scaled by rows."""
     codes, scale, _, values = integers(weight, 8, weight.shape[1], True, torch.bfloat16)
     return {"weight": (codes - 128).to(torch.int8), "weight_scale": scale}, values
 
 
 def fp8(block: tuple[int, int] | str, scale_name: str = "weight_scale_inv") -> Writer:
-    """FP8 with a scale for each block, each row ("row") or the tensor ("tensor")."""
+    """Return a writer of FP8 with a scale per block, per row ("row") or for the tensor ("tensor")."""
 
     def write(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         rows, depth = weight.shape
@@ -139,14 +139,14 @@ def fp8(block: tuple[int, int] | str, scale_name: str = "weight_scale_inv") -> W
 
 
 def fbgemm(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """FP8 of `[N, K]` scaled by rows, and of stacks `[experts, K, N]` scaled by columns."""
+    """Write FP8 of `[N, K]` scaled by rows, and of stacks `[experts, K, N]` scaled by columns."""
     scale = weight.abs().amax(1, keepdim=True) / 448
     stored = (weight / scale).to(torch.float8_e4m3fn)
     return {"weight": stored, "weight_scale": scale}, stored.float() * scale
 
 
 def mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """MXFP4 of `[..., N, K]`: blocks of 32 along K with an exponent each."""
+    """Write MXFP4 of `[..., N, K]`: blocks of 32 along K with a shared exponent."""
     groups = weight.float().unflatten(-1, (-1, 32))
     exponent = (groups.abs().amax(-1) / 6).log2().ceil().int()
     scaled = groups / torch.exp2(exponent.float())[..., None]
@@ -158,7 +158,7 @@ def mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def fp4(kind: str) -> Writer:
-    """FP4 of `[N, K]`, two codes in a byte: "nvfp4" or "mxfp4" of compressed-tensors, or "modelopt" """
+    """Return a writer of FP4, two codes in a byte: compressed-tensors' "nvfp4" or "mxfp4", or "modelopt"."""
 
     def write(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         if kind == "mxfp4":
@@ -195,7 +195,7 @@ NF4 = torch.tensor(
 
 
 def nf4(*, nested: bool = False) -> Writer:
-    """bitsandbytes' NF4 in blocks of 64, whose scales may be quantized as well."""
+    """Return a writer of bitsandbytes' NF4 in blocks of 64; `nested` also quantizes the scales."""
 
     def write(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         blocks = weight.float().reshape(-1, 64)
@@ -230,13 +230,13 @@ def nf4(*, nested: bool = False) -> Writer:
 
 
 def hqq(size: int = 64) -> Writer:
-    """HQQ of 4 bits: groups run on from row to row, and the two halves of them share bytes."""
+    """Return a writer of 4-bit HQQ: groups continue across rows; a byte has a code of each half of them."""
 
     def write(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         groups = weight.float().view(-1, size)
         low, high = groups.aminmax(dim=1, keepdim=True)
         scale = ((high - low) / 15).half()
-        zero = (-low / scale.float() + 0.3).half()  # fitted zero points are no integers
+        zero = (-low / scale.float() + 0.3).half()  # fitted zero points are not integers
         codes = (groups / scale.float() + zero.float()).round().clamp(0, 15).to(torch.uint8)
         upper, lower = codes.chunk(2)
         tensors = {
@@ -253,7 +253,7 @@ def hqq(size: int = 64) -> Writer:
 
 
 def bnb_int8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """bitsandbytes' LLM.int8()."""
+    """Write bitsandbytes' LLM.int8() format."""
     peaks = weight.float().abs().amax(1)
     codes = (weight.float() * (127 / peaks[:, None])).round().to(torch.int8)
     tensors = {"weight": codes, "SCB": peaks, "weight_format": torch.tensor(0, dtype=torch.uint8)}
@@ -263,10 +263,10 @@ def bnb_int8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 def save(
     folder: Path, module: Any, write: Writer, quantization: dict[str, Any], names: str = "."
 ) -> None:
-    """Write a quantized checkpoint of a module, and give the module the numbers that it holds.
+    """Write a quantized checkpoint of a module, and set the module's weights to the dequantized values.
 
     Args:
-        names: a pattern of the matrices to quantize.
+        names: regular expression of the names of the matrices to quantize.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in module.state_dict().items():
@@ -293,7 +293,7 @@ def save(
 
 
 def _save_experts(tensors: dict[str, Tensor], name: str, stack: Tensor, write: Writer) -> Tensor:
-    """Write experts one by one, as checkpoints have them."""
+    """Write a stack of experts as one set of tensors per expert; return the dequantized stack."""
     path, _, own = name.rpartition(".")
     values = []
     for number, matrix in enumerate(stack):
@@ -309,7 +309,7 @@ def _save_experts(tensors: dict[str, Tensor], name: str, stack: Tensor, write: W
 
 
 def _torchao(weight: Tensor, kind: str) -> tuple[Any, Tensor]:
-    """Return torchao's tensor of a matrix, and its numbers."""
+    """Return torchao's quantized tensor of a matrix, and its dequantized values."""
     from torchao.quantization import (
         Float8Tensor,
         Int4Tensor,
@@ -319,7 +319,7 @@ def _torchao(weight: Tensor, kind: str) -> tuple[Any, Tensor]:
         PerTensor,
     )
 
-    if kind == "int4":  # torchao makes one on a GPU only
+    if kind == "int4":  # torchao can quantize to it on a GPU only
         groups = weight.unflatten(1, (-1, 64))
         low, high = groups.amin(-1), groups.amax(-1)
         scale = ((high - low) / 15).bfloat16()
@@ -342,7 +342,7 @@ def _torchao(weight: Tensor, kind: str) -> tuple[Any, Tensor]:
 
 
 def save_torchao(folder: Path, module: Any, kind: str) -> None:
-    """Write a checkpoint as transformers saves tensors of torchao, and give the module its numbers.
+    """Write a checkpoint of torchao tensors as transformers does, and set the weights to its values.
 
     Args:
         kind: "int8 rows", "int8 groups", "float8 rows", "float8 tensor" or "int4".
@@ -375,7 +375,7 @@ def _write(
 
 
 def hub_snapshot(root: Path, monkeypatch: Any, *, offline: bool = True) -> Path:
-    """Return the folder of "some/model" in a cache of the hub, to be written to, and keep to that cache."""
+    """Make `root` the hub's cache; return the folder of "some/model" in it, which the caller fills."""
     home = root / "hub" / "models--some--model"
     (home / "refs").mkdir(parents=True)
     (home / "refs" / "main").write_text("0" * 40)
@@ -387,7 +387,7 @@ def hub_snapshot(root: Path, monkeypatch: Any, *, offline: bool = True) -> Path:
 
 
 def check_other_placements(folder: Path, *others: Any, **options: Any) -> None:
-    """Check that a checkpoint gives the same results in memory, in two stages and in `others`."""
+    """Check that a checkpoint gives equal results in memory, in two stages and in placements `others`."""
     requests = mixed_requests(4)
     expected = generated(LLM(folder, **options), *requests)
     for placement in (staged(), *others):

@@ -1,4 +1,4 @@
-"""Proposers for tests: right, right for a while, wrong, or out of their mind."""
+"""Proposers for tests: correct, correct for some tokens, wrong, or returning garbage."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Answers = dict[tuple[Any, ...], list[int]]
 
 
 def drafting(proposer: Any, length: int | None, vocab_size: int) -> Drafting:
-    """What an engine drafts with; None leaves the length to the engine."""
+    """Return an engine's drafting state; a length of None is adaptive."""
     lengths = Clockless() if length is None else DraftLengths(length)
     return Drafting(proposer, lengths, vocab_size)
 
 
 class Clockless(DraftLengths):
-    """Adaptive lengths by made-up times, so that a test takes the same way each time it runs."""
+    """Adaptive lengths from computed instead of measured times, so that a test is deterministic."""
 
     def note_proposal(self, chunks: list[Chunk], spent_s: float) -> None:
         super().note_proposal(chunks, 0.1 * max(chunk.max_draft for chunk in chunks))
@@ -38,7 +38,7 @@ class Clockless(DraftLengths):
 
 
 def answers_of(results: Iterable[Result]) -> Answers:
-    """What plain decoding said, for `Oracle`."""
+    """Return the completions of plain decoding, for `Oracle`."""
     return {
         (tuple(result.prompt_token_ids), c.seed, c.sample_index): c.token_ids
         for result in results
@@ -47,12 +47,12 @@ def answers_of(results: Iterable[Result]) -> Answers:
 
 
 class Oracle:
-    """Knows how sequences go on, and says so for as many tokens as it is told to, then lies.
+    """Drafts the known continuation of a sequence, with wrong ids after a given number of tokens.
 
     Args:
-        answers: by prompt, seed and sample index; whoever is not there is drafted nothing.
-        right: for a sequence, how many ids of its draft are right; None for all of them.
-        vocab_size: wrong ids are below it, and no end of sequence.
+        answers: completions by prompt, seed and sample index; other sequences get no draft.
+        right: returns the number of correct ids in the draft of a sequence; None: all.
+        vocab_size: bound of wrong ids, which are never EOS.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Oracle:
 
 
 class Moody(Oracle):
-    """Right for a while, then anything at all; sometimes nothing, too much or an exception."""
+    """Drafts some correct ids, then random ones; sometimes none, too many, or it raises."""
 
     def __init__(self, answers: Answers, seed: int, vocab_size: int = 128) -> None:
         super().__init__(answers, vocab_size=vocab_size)
@@ -103,7 +103,7 @@ class Moody(Oracle):
 
 
 class Random:
-    """Ids of the vocabulary, as they come."""
+    """Drafts random ids."""
 
     def __init__(self, seed: int = 0, vocab_size: int = 128) -> None:
         self.rng, self.vocab_size = random.Random(seed), vocab_size
@@ -113,7 +113,7 @@ class Random:
 
 
 class Liar(int):
-    """An integer that says of itself that it equals whatever it is compared with."""
+    """An integer that compares equal to everything."""
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -123,7 +123,7 @@ class Liar(int):
 
 
 class Unspeakable(Exception):
-    """An exception that can't even be printed."""
+    """An exception that can't be printed."""
 
     def __str__(self) -> str:
         raise RuntimeError("no words")
@@ -142,7 +142,7 @@ def _spoil(sequences: list[Any], lengths: list[Any]) -> list[list[int]]:
 _same = [5, 6, 7]
 _each = lambda make: lambda sequences, lengths: [make(s, n) for s, n in zip(sequences, lengths)]  # noqa: B905
 
-# Name -> (propose, whether it raises or answers nonsense as a whole, so that it counts as an error).
+# Name -> (propose, whether it raises or returns an invalid list of drafts, which counts as an error).
 HOSTILE: dict[str, tuple[Callable[[list[Any], list[int]], Any], bool]] = {
     "always the same id": (_each(lambda s, n: [9] * n), False),
     "what was said last": (_each(lambda s, n: s.output_ids[-n:]), False),
@@ -186,7 +186,7 @@ HOSTILE: dict[str, tuple[Callable[[list[Any], list[int]], Any], bool]] = {
 
 
 class Hostile:
-    """One of `HOSTILE`."""
+    """A proposer from `HOSTILE`, by name."""
 
     def __init__(self, name: str) -> None:
         self._propose, self.fails = HOSTILE[name]
@@ -198,7 +198,7 @@ class Hostile:
 
 
 def check_no_drafts_left(llm: LLM) -> None:
-    """Check that no block is in use, a draft model's included, and that no proposal failed."""
+    """Check that no block is in use, including a draft model's, and that no proposal failed."""
     stats, proposer = llm.stats(), llm.engine.drafting.proposer  # type: ignore[union-attr]
     assert stats["blocks_used"] == 0
     assert stats["draft"]["errors"] == 0, stats["draft"]["last_error"]

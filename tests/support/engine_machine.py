@@ -1,4 +1,4 @@
-"""A random life of an engine: requests come, go, fork, are evicted and aborted in any order."""
+"""A stateful test of an engine: requests are added, run, fork, are evicted and aborted in any order."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(method=st.sampled_from(["forward", "sample", "record"]))
     def lose(self, method: str) -> None:
-        """Lose all K and V in the next step; "record": before it is committed."""
+        """Lose all K and V in the next step; with "record", before the step is committed."""
         self.engine.runner.loses = method  # type: ignore[attr-defined]
 
     @precondition(lambda self: self.engine.has_work)

@@ -1,4 +1,4 @@
-"""GGUF files of toy models: their header, and llama.cpp's names of tensors."""
+"""GGUF files of toy models: their metadata, and llama.cpp's tensor names."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _NAMES = (
 
 
 def gguf_name(name: str) -> str:
-    """Return llama.cpp's name of a tensor."""
+    """Return llama.cpp's name of a tensor of transformers."""
     for pattern, new in _NAMES:
         name = re.sub(pattern, new, name)
     return name
 
 
 def gguf_writer(path: Path, config: Any, family: str) -> Any:
-    """Return a `gguf.GGUFWriter` with the sizes of `config`."""
+    """Return a `gguf.GGUFWriter` with the metadata of `config`."""
     from gguf import GGUFWriter
 
     writer = GGUFWriter(str(path), family)
@@ -47,7 +47,7 @@ def gguf_writer(path: Path, config: Any, family: str) -> Any:
 
 
 def save_gguf(writer: Any) -> None:
-    """Write the file, with the tensors that were added."""
+    """Write the file with all added tensors."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

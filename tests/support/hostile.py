@@ -1,14 +1,14 @@
-"""Bodies for each route that takes one, and copies of them for hostile values."""
+"""A request body for each route that takes one, and copies of them to insert hostile values into."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-SAYS = [{"role": "user", "content": "Hi"}]
+MESSAGES = [{"role": "user", "content": "Hi"}]
 TOOL = {"name": "f", "parameters": {"type": "object"}}
-MARK = "\ue000"  # stands for a hostile value
-# Each is served, or refused for what this server does not allow.
+MARK = "\ue000"  # placeholder of a hostile value
+# Each is served, or refused because of a setting of this server.
 BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
         {"prompt": [1], "stop": ["e"], "stop_token_ids": [1, [2]], "logit_bias": {"5": 1}},
@@ -16,30 +16,30 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"prompt": "x", "stop": "e", "json_schema": {"const": 1, "pattern": "a"}},
     ],
     "/v1/chat/completions": [
-        {"messages": SAYS, "stop": ["e"], "allowed_token_ids": [1, 2, 3]},
+        {"messages": MESSAGES, "stop": ["e"], "allowed_token_ids": [1, 2, 3]},
         {
-            "messages": [*SAYS, {"role": "tool", "content": "x", "tool_call_id": "y"}],
+            "messages": [*MESSAGES, {"role": "tool", "content": "x", "tool_call_id": "y"}],
             "max_tokens": 2,
         },
         {
             "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
             "max_tokens": 2,
         },
-        {"messages": SAYS, "tools": [{"type": "function", "function": TOOL}]},
-        {"messages": SAYS, "chat_template_kwargs": {"x": 1}},
+        {"messages": MESSAGES, "tools": [{"type": "function", "function": TOOL}]},
+        {"messages": MESSAGES, "chat_template_kwargs": {"x": 1}},
     ],
     "/v1/responses": [
         {"input": "Hi", "stop": ["e"], "bad_words": [[1, 2]], "metadata": {"a": "b"}},
-        {"input": SAYS, "instructions": "x", "max_output_tokens": 2},
+        {"input": MESSAGES, "instructions": "x", "max_output_tokens": 2},
     ],
-    "/v1/messages": [{"messages": SAYS, "max_tokens": 2, "system": "x"}],
-    "/v1/messages/count_tokens": [{"messages": SAYS}],
+    "/v1/messages": [{"messages": MESSAGES, "max_tokens": 2, "system": "x"}],
+    "/v1/messages/count_tokens": [{"messages": MESSAGES}],
     "/v1/generate": [
         {"prompt": [1], "params": {"max_tokens": 2, "top_k": 1, "seed": 1, "n": 1, "stop": ["e"]}},
         {"prompt": "x", "params": {"max_tokens": 2, "replay_routing": 1, "json_schema": {}}},
     ],
     "/v1/logprobs": [{"prompts": [[1, 2]]}, {"prompts": ["x"]}],
-    "/tokenize": [{"text": "x", "return_tokens": True}, {"messages": SAYS}],
+    "/tokenize": [{"text": "x", "return_tokens": True}, {"messages": MESSAGES}],
     "/detokenize": [{"ids": [1]}],
     "/v1/load_lora_adapter": [{"lora_name": "x", "lora_path": "x"}],
     "/v1/unload_lora_adapter": [{"lora_name": "x"}],
@@ -49,7 +49,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
 
 
 def marked(value: Any) -> Iterator[Any]:
-    """Copies of a body with the mark in the place of each part in turn, and as one more name."""
+    """Yield copies of a body with each part in turn replaced by the mark, and with the mark as a new key."""
     inner = value.items() if isinstance(value, dict) else []
     for key, part in enumerate(value) if isinstance(value, list) else inner:
         for changed in (MARK, *marked(part)):

@@ -1,7 +1,7 @@
-"""KempnerForge's text models in plain torch, from what its documentation and config say they compute.
+"""KempnerForge's text models in plain torch, written from its documentation and config.
 
 Only what generation needs: no losses, no parallelism. Modules, classes and their package have
-KempnerForge's names: a state dict is one that it would have saved, a live module is taken for its own.
+KempnerForge's names, so state dicts are like those it saves, and live modules are recognized as its own.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Router(nn.Module):
             self.register_buffer("expert_ema", torch.ones(experts) / experts)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The weight of every expert for every token, `[T, E]`, zero where it is not chosen."""
+        """Return the weight of every expert for every token, `[T, E]`; 0 for experts that are not chosen."""
         logits = self.gate(x)
         scores = torch.sigmoid(logits + self.expert_bias) if self.sigmoid else logits.softmax(-1)
         kept = scores >= scores.topk(self.top_k).values[:, -1:]
@@ -168,7 +168,7 @@ def norm(fields: dict[str, Any]) -> nn.Module:
 
 
 class Transformer(nn.Module):
-    """Random weights from `seed`; `fields` are those of `[model]`, with `ffn_hidden_dim` given."""
+    """A model with random weights from `seed`; `fields` are those of `[model]`, with `ffn_hidden_dim`."""
 
     def __init__(self, fields: dict[str, Any], seed: int = 0) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def make(seed: int = 0, **fields: Any) -> Transformer:
 
 
 def write_toml(path: Path, extra: str = "", **fields: Any) -> Path:
-    """A TOML of `FIELDS` and `fields`; `extra` is text after it."""
+    """Write a TOML of `FIELDS` and `fields`, followed by the text `extra`, and return its path."""
     chosen = {k: v for k, v in (FIELDS | fields).items() if k != "expert_width"}
     lines = [
         f"{k} = {str(v).lower() if isinstance(v, bool) else repr(v)}" for k, v in chosen.items()

@@ -1,4 +1,4 @@
-"""Toy modules that are called as `model(tokens, kv_caches=[...])`, as KempnerForge's are."""
+"""Toy modules that are called as `model(tokens, kv_caches=[...])`, like KempnerForge's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIELDS = dict(
 
 
 class Toy(Transformer):
-    """A Llama, but of a class of its own, so that its own forward is run; `calls` counts its forwards."""
+    """A Llama of an unknown class, so that its own forward runs; `calls` holds the shape of each call."""
 
     def __init__(self, fields):
         super().__init__(fields)
@@ -29,7 +29,7 @@ class Toy(Transformer):
 
 
 def kempner_toy(seed=0, dtype=torch.float32, cls=Toy, **changes):
-    """A toy in eval mode with random weights, norms included."""
+    """Return a toy in eval mode with random weights, including norms."""
     module = cls(FIELDS | changes)
     noise = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
@@ -40,7 +40,7 @@ def kempner_toy(seed=0, dtype=torch.float32, cls=Toy, **changes):
 
 
 def as_llama(module):
-    """The same weights in transformers' Llama."""
+    """Return transformers' Llama with the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     c = module.config
@@ -64,7 +64,7 @@ def as_llama(module):
 
 
 class Chain(nn.Module):
-    """Each token is followed by the next id, surely; it keeps caches, and attends to nothing."""
+    """A model that always predicts the next id; it updates its caches, but does not attend to them."""
 
     def __init__(self, vocab_size=32, max_seq_len=48):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Batches of one to 33 rows, and every bit that a decoder makes of them."""
+"""Batches of 1 to 33 rows, and all bits of a decoder's outputs for them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ BATCHES = [
 
 
 def outputs(decoder: Decoder, num_threads: int = 2) -> list[bytes]:
-    """Every bit of the logits, and of all K, V and states, after each of `BATCHES`."""
+    """Return the bytes of the logits of each of `BATCHES`, and of all K, V and states after the last."""
     store = SEQUENCES.store(decoder)
     with threads(num_threads):
-        found = [decoder.forward(batch, store) for batch in BATCHES]
+        found = [decoder.run(batch, store).logits for batch in BATCHES]
         return [*map(as_bytes, [*found, *contents_of(store)])]
 
 
@@ -37,7 +37,7 @@ def as_bytes(x: Tensor) -> bytes:
 
 
 def reclass(modules: Sequence[Any], forward: Callable[..., Any]) -> None:
-    """Give modules a class as if transformers had it, of `forward(its own, module, ...)`."""
+    """Give modules a class like one of transformers, with `forward(original_forward, module, ...)`."""
     base = type(modules[0])
 
     def ours(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ def reclass(modules: Sequence[Any], forward: Callable[..., Any]) -> None:
 
 
 def wrong(model: Any, place: str, formula: Callable[[Any, Any], Any]) -> Any:
-    """`model`, in which one module's class computes `formula(its own forward's result, its input)`."""
+    """Return `model`, with one module changed to compute `formula(its original output, its input)`."""
 
     def forward(own: Any, self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         x = kwargs.pop("hidden_states", x)

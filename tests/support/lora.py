@@ -1,4 +1,4 @@
-"""PEFT adapter folders of toy models, as peft writes them."""
+"""LoRA adapter folders for toy models, in peft's format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-# Linear layers that each token goes through, in any toy.
+# Linear layers that every token passes, in any toy.
 EVERYWHERE = r"(self_attn\.(q|k|v|o|qkv)_proj|mlp\.(gate|up|down|gate_up)_proj)"
 
 
@@ -24,7 +24,7 @@ def save_adapter(
     dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> Path:
-    """Write a LoRA adapter of random matrices for the layers that `layers` matches; return its folder."""
+    """Write a LoRA adapter with random matrices for the layers that match `layers`; return its folder."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, layer in module.named_modules():
         weight = getattr(layer, "weight", None)
@@ -46,7 +46,7 @@ def save_adapter(
 
 
 def merge(module: Any, folder: Path) -> Any:
-    """Add an adapter's matrices to a module's weights, and return it."""
+    """Merge an adapter into the weights of a module, and return the module."""
     from safetensors.torch import load_file
 
     config = json.loads((folder / "adapter_config.json").read_text())

@@ -1,4 +1,4 @@
-"""Toys with layers for multi-token prediction."""
+"""Toys with multi-token-prediction (MTP) layers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def random_mtp(main: Any, layers: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(layers)
         mtp = MtpModel(main, layers)
-        for parameter in mtp.layers.parameters():  # routers and experts come without any values
+        for parameter in mtp.layers.parameters():  # routers and experts are created uninitialized
             noise = torch.randn(parameter.shape)
             parameter.data = 1 + 0.1 * noise if parameter.ndim == 1 else 0.15 * noise
         for name, buffer in mtp.layers.named_buffers():
@@ -62,7 +62,7 @@ def random_mtp(main: Any, layers: int) -> Any:
 
 
 def save_as_qwen(pair: Toy, folder: Path) -> None:
-    """A checkpoint with the names of Qwen3.5's, whose one MTP layer is below `mtp`."""
+    """Write a checkpoint with Qwen3.5's names: its one MTP layer is under `mtp`."""
     pair.main.save_pretrained(folder)
     path, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
     del config["num_mtp_layers"], config["mtp_layer_types"]
@@ -78,7 +78,7 @@ def save_as_qwen(pair: Toy, folder: Path) -> None:
 
 
 def save_with_mtp(pair: Toy, folder: Path) -> None:
-    """A checkpoint whose MTP layers follow the others, under the names of DeepSeek's."""
+    """Write a checkpoint with DeepSeek's names: the MTP layers follow the other layers."""
     pair.main.save_pretrained(folder)
     path, last = folder / "model.safetensors", pair.main.config.num_hidden_layers
     tensors = load_file(path)

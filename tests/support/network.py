@@ -1,7 +1,7 @@
-"""Machines of one's own on one machine: namespaces of Linux, and a switch between them.
+"""Isolated machines on one host: Linux namespaces, and a switch that connects them.
 
-A machine has its own network, processes, shared memory and folder of Ray's; its files are this machine's.
-All of it ends with the test's process, however that ends.
+A machine has its own network, processes, shared memory and Ray folder, and shares the file system. All of it
+ends with the test's process, however that ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BEGIN = (
 
 
 def why_not() -> str | None:
-    """Why there can be no such machines here; None where they can."""
+    """Return why such machines can't be created here; None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
@@ -44,7 +44,7 @@ def why_not() -> str | None:
 
 
 class Machine:
-    """One of them."""
+    """An isolated machine."""
 
     def __init__(self, address: str, home: Path) -> None:
         self.address = address
@@ -62,7 +62,7 @@ class Machine:
         self.pid = int(children.read_text().split()[0])
 
     def plug_in(self, tap: str) -> None:
-        """Give it the other end of a cable."""
+        """Connect the machine to a TAP device of the switch."""
         _ip("link", "set", tap, "netns", str(self.pid))
         for command in (
             f"ip addr add {self.address}/24 dev {tap}",
@@ -72,31 +72,31 @@ class Machine:
             self.run(command.split())
 
     def run(self, command: list[str]) -> Any:
-        """What a command says here."""
+        """Run a command on the machine, and return the completed process."""
         settings: dict[str, Any] = dict(capture_output=True, text=True, check=True)
         return subprocess.run([*self._enter(), *command], env=self.environment, **settings)
 
     def started(
         self, command: list[str], **settings: Any
     ) -> AbstractContextManager[subprocess.Popen[str]]:
-        """A command that is talked to, and ends with the block."""
+        """Start a command on the machine; it is killed at the end of the block."""
         return started([*self._enter(), *command], env=self.environment, text=True, **settings)
 
     def _enter(self) -> list[str]:
         return ["nsenter", "-t", str(self.pid), "-n", "-m", "-p", "--"]
 
     def close(self) -> None:
-        """End everything that runs on it."""
+        """Kill all processes of the machine."""
         self._outer.kill()
         self._outer.communicate()
 
 
 class Switch:
-    """Hands on the frames of its ports.
+    """An Ethernet switch over TAP devices.
 
     Attributes:
-        delay_s: that every frame takes.
-        cut: ports whose cable is pulled.
+        delay_s: delay of every frame, in seconds.
+        cut: disconnected ports.
     """
 
     def __init__(self, count: int) -> None:
@@ -118,7 +118,7 @@ class Switch:
 
     def _run(self) -> None:
         ports = {tap: port for port, tap in enumerate(self._taps)}
-        where: dict[bytes, int] = {}  # which port leads to which address
+        where: dict[bytes, int] = {}  # the port of each MAC address
         waiting: list[tuple[float, int, int, bytes]] = []
         numbers = itertools.count()
         while self._open:
@@ -137,11 +137,11 @@ class Switch:
                     try:
                         os.write(self._taps[port], frame)
                     except OSError:
-                        pass  # a full queue, or a machine that is gone: frames get lost
+                        pass  # a full queue, or a machine that is gone: drop the frame
 
 
 class Network:
-    """Some machines and the switch between them; `with` it."""
+    """Some machines and the switch between them; a context manager."""
 
     def __init__(self, count: int, folder: Path) -> None:
         self.machines: list[Machine] = []

@@ -1,4 +1,4 @@
-"""Toys of odd widths, opened in a dtype."""
+"""Toys with odd widths, in several dtypes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.toys import make_toy
 from verbatim import LLM
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Dense and mixture-of-experts, with and without windows, sinks, caps and ALiBi; odd widths throughout.
+# Dense and mixture-of-experts models, with and without windows, sinks, soft caps and ALiBi, all odd widths.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": dict(hidden_size=60, intermediate_size=100, num_attention_heads=6),
     "qwen3_moe": dict(hidden_size=60, moe_intermediate_size=36),

@@ -1,4 +1,4 @@
-"""Few of many cases: covering arrays, and which cases of a test are in the fast suite."""
+"""Covering arrays: few cases with all pairs of values; and the choice of cases for the fast suite."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 Choice = tuple[str, str]  # (dimension, value)
 Pair = frozenset[Choice]
-Case = tuple[str, ...]  # a value of each dimension
+Case = tuple[str, ...]  # one value per dimension
 
 
 def pairs_of(dimensions: Mapping[str, Sequence[str]], case: Case) -> set[Pair]:
-    """Return the pairs of choices in a case."""
+    """Return all pairs of choices of a case."""
     return {
         frozenset(pair) for pair in itertools.combinations(zip(dimensions, case, strict=True), 2)
     }
@@ -24,7 +24,7 @@ def pairs_of(dimensions: Mapping[str, Sequence[str]], case: Case) -> set[Pair]:
 def covering(
     dimensions: Mapping[str, Sequence[str]], refused: Collection[Pair], first: Sequence[Case] = ()
 ) -> list[Case]:
-    """Return cases without a refused pair in which every other pair occurs.
+    """Return cases that contain every pair of choices except the refused ones.
 
     Args:
         first: cases to begin with.
@@ -32,7 +32,7 @@ def covering(
     bits: dict[Pair, int] = {}
 
     def pairs(case: Case) -> int:
-        """The pairs in a case, as a bit of each."""
+        """Return the pairs of a case as a bit mask; 0 if one is refused."""
         found = pairs_of(dimensions, case)
         return (
             0 if found & refused_pairs else sum(bits.setdefault(p, 1 << len(bits)) for p in found)
@@ -52,7 +52,7 @@ def covering(
 
 
 def some_combinations(**dimensions: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return combinations in which every pair of values occurs, those first that have all values."""
+    """Return combinations that contain every pair of values; the first few contain every value."""
     places = {name: [str(i) for i in range(len(values))] for name, values in dimensions.items()}
     first: list[Case] = []
     uses: Counter[Choice] = Counter()
@@ -71,10 +71,10 @@ def some_combinations(**dimensions: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def slow_but(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
-    """Return parameters, for `pytest.mark.parametrize`, of which all but `fast` are in the slow suite.
+    """Return parameters for `pytest.mark.parametrize`; all but those in `fast` are marked slow.
 
     Args:
-        values: a tuple is the values of several arguments.
+        values: the parameters; a tuple holds the values of several arguments.
     """
     return [
         pytest.param(
@@ -86,7 +86,7 @@ def slow_but(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
 
 
 def parametrize_combinations(**dimensions: Sequence[Any]) -> pytest.MarkDecorator:
-    """Run a test with every pair of values, in the fast suite with every value."""
+    """Run a test with every pair of values; in the fast suite, only with every value."""
     cases = some_combinations(**dimensions)
     fast = max(map(len, dimensions.values()))
     params = [

@@ -1,4 +1,4 @@
-"""One rank of several, started by test_parallel.py with a folder of models."""
+"""One of several ranks, started by test_parallel.py with a folder of models."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, seed=1)
 
 
 def fingerprint(results: Any) -> str:
-    """Equal where all facts of all results are."""
+    """Return a hash of the facts of all results."""
     return hashlib.sha256(repr(all_facts(results)).encode()).hexdigest()
 
 
 def share_columns(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """Calls that all ranks make, of several models."""
+    """Run tensor-parallel models: all ranks make the same calls."""
     told: dict[str, Any] = {}
     prompts, params = mixed_requests(12)
     for name, dtype in json.loads((folder / "models.json").read_text()):
@@ -68,7 +68,7 @@ def share_columns(rank: int, world: int, folder: Path) -> dict[str, Any]:
                 with pytest.raises(VerbatimError):
                     llm.update_weights({"none": torch.ones(1)})
                 assert llm.update_weights(folder / "new-llama") == 1
-                with pytest.raises(VerbatimError):  # the new weights would be lost
+                with pytest.raises(VerbatimError):  # sleeping would lose the new weights
                     llm.sleep(weights=True)
                 told["updated"] = ids_of(llm)
     return told
@@ -80,7 +80,7 @@ def ids_of(llm: LLM, **changes: Any) -> list[int]:
 
 
 def share_layers(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """Calls that all ranks make, each of which has some of the layers."""
+    """Run pipeline-parallel models: each rank has some layers, and all ranks make the same calls."""
     told: dict[str, Any] = {}
     prompts, params = mixed_requests(12)
     placement = PipelineParallel(world)
@@ -98,7 +98,7 @@ def share_layers(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 
 def share_experts(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """Requests of one's own: rank 0 has none at first, then everybody has some."""
+    """Run expert-parallel models with different requests on each rank; rank 0 has none at first."""
     told: dict[str, Any] = {}
     prompts, params = mixed_requests(12)
     own = slice(0, 0) if rank == 0 else slice(rank - 1, None, world - 1)
@@ -137,6 +137,6 @@ def main(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def ended() -> None:
-    """If a group is still held, its threads free tensors while the interpreter ends, which aborts it."""
+    """Check that gloo's threads have ended: they would free tensors at interpreter exit, and abort it."""
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     assert "pt_gloo_runloop" not in threads

@@ -1,4 +1,4 @@
-"""NaN in blocks of KV that nobody has written since they changed hands, and in a draft model's."""
+"""NaN in KV blocks that were not written since they were taken or freed, also in those of draft models."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _AT_ONCE = 256  # blocks
 
 
 def poison(store: BlockStore, blocks: Iterable[int]) -> None:
-    """Fill blocks with NaN, which shows where something is read that was not written."""
+    """Fill blocks with NaN, so that reads of unwritten positions show."""
     numbers = [b for b in blocks if b != ZERO_STATE or not isinstance(store, StateStore)]
     if isinstance(store, TieredKVStore):
         store.ring.reserve(0).fill_(0xFF)
     likes = store.read_blocks([])
     for first in range(0, len(numbers), _AT_ONCE):
         some = numbers[first : first + _AT_ONCE]
-        # Of bytes, all ones make every bf16 scale a NaN.
+        # In byte tensors, 0xFF makes every bf16 scale a NaN.
         fills = [torch.nan if like.is_floating_point() else 0xFF for like in likes]
         shapes = [(len(some), *like.shape[1:]) for like in likes]
         pairs = zip(likes, shapes, fills, strict=True)
@@ -39,19 +39,19 @@ def poison_blocks(
 ) -> None:
     """Poison the first of `count` blocks now, and from now on those that are freed or newly taken.
 
-    A block is poisoned when it is taken, so the first `FIRST_BLOCKS` are enough for reads of blocks that
-    nobody took, scratch included: all of a store would take most of the time of an opening.
+    Blocks are poisoned when they are taken. For reads of blocks that were never taken, scratch included, the
+    first `FIRST_BLOCKS` are enough: poisoning a whole store would take most of the time of an opening.
 
     Args:
         pool: the engine's block pool.
-        copier: whose `copy_blocks` each forward begins with.
-        spoil: fills blocks with NaN.
-        writer: whose `write_blocks` fills blocks from elsewhere; None: `copier`.
+        copier: the object with the `copy_blocks` that each forward begins with.
+        spoil: a function that fills blocks with NaN.
+        writer: the object with the `write_blocks` that fills blocks from elsewhere; None: `copier`.
     """
     writer = copier if writer is None else writer
     write = writer.write_blocks
     take, discard, copy = pool.take, pool._discard, copier.copy_blocks
-    stale: set[int] = set()  # blocks that changed hands since the last forward
+    stale: set[int] = set()  # blocks taken or freed since the last forward
 
     def noted_take(count: int) -> list[int]:
         blocks: list[int] = take(count)
@@ -63,7 +63,7 @@ def poison_blocks(
         discard(block)
 
     def copy_then_poison(copies: list[tuple[int, int]]) -> None:
-        # A forward begins with the copies, which may still read a block that was given back since.
+        # A forward begins with copies, which may still read blocks that were freed since.
         copy(copies)
         spoil(sorted(stale - {target for _, target in copies}))
         stale.clear()
@@ -78,7 +78,7 @@ def poison_blocks(
 
 
 def poison_draft_model(llm: LLM) -> None:
-    """Before each call, make everything read as NaN that a draft model must not read."""
+    """In each call, fill with NaN everything that a draft model must not read."""
     proposer: Any = llm.engine.drafting.proposer  # type: ignore[union-attr]
     if not isinstance(proposer, DraftModelProposer):
         return

@@ -1,4 +1,4 @@
-"""Several matrices in one call of the kernel, as fused layers make it."""
+"""Several matrices in one kernel call, as in fused layers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from verbatim.kernels.functions import kernel
-from verbatim.model.products import Matrix, Packed, pointers_of
+from verbatim.model.products import Matrix, pointers_of
+from verbatim.quantization.matrix import QuantizedMatrix
 
 
 def multiply_together(
-    x: Tensor, weights: Sequence[Tensor | Packed], biases: Sequence[Tensor | None]
+    x: Tensor, weights: Sequence[Tensor | QuantizedMatrix], biases: Sequence[Tensor | None]
 ) -> Tensor:
-    """Compute `linear` of rows `x` `[T, K]` with each weight, side by side."""
+    """Return `linear` of the rows `x` `[T, K]` with each weight, concatenated."""
     function = kernel("vb_multiply", x.dtype)
     assert function is not None
     views = [pointers_of(w, b) for w, b in zip(weights, biases, strict=True)]

@@ -1,4 +1,4 @@
-"""Python programs that tests start, with `tests` within reach and verbatim as installed; and threads."""
+"""Python programs that tests start, which can import `tests` and the installed verbatim; and threads."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ import pytest
 from verbatim.placement.distributed.launcher import Launcher
 
 TESTS = Path(__file__).parents[1]
-# The `verbatim` command, wherever its script is installed.
+# The `verbatim` command, independent of where its script is installed.
 VERBATIM = [sys.executable, "-P", "-c", "from verbatim.cli import main; main()"]
 
-# The same; Ctrl-C may come at any time after the dot, which it writes as soon as it handles signals.
+# The same, but it writes a dot to stdout as soon as it handles signals; Ctrl-C may be sent from then on.
 FROM_THE_DOT = """
 import os
 from verbatim.cli import interrupts, main
@@ -39,12 +39,12 @@ main()
 
 
 def environment(*, within_reach: Path = TESTS, **more: str) -> dict[str, str]:
-    """This process's, in which the modules of one more folder are found."""
+    """Return this process's environment, with one more folder on PYTHONPATH."""
     path = os.pathsep.join(filter(None, [str(within_reach), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, **more}
 
 
-PATIENCE_S = 240.0  # with what a busy machine does late
+PATIENCE_S = 240.0  # timeout that a busy machine does not reach
 
 
 def until(done: Callable[[], Any]) -> None:
@@ -56,7 +56,7 @@ def until(done: Callable[[], Any]) -> None:
 
 
 def in_thread(call: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Make a call in a thread of its own, which a failed test leaves behind."""
+    """Make a call in a daemon thread, which does not keep a failed test from ending."""
     future = Future[Any]()
     future.set_running_or_notify_cancel()
 
@@ -72,7 +72,7 @@ def in_thread(call: Callable[..., Any], *args: Any) -> Future[Any]:
 
 @contextmanager
 def started(line: list[str], **settings: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a program, which ends with the block at the latest, and so do its pipes."""
+    """Run a program during a block; it is killed and its pipes are closed at the end."""
     with subprocess.Popen(line, **settings) as process:
         try:
             yield process
@@ -81,7 +81,7 @@ def started(line: list[str], **settings: Any) -> Iterator[subprocess.Popen[Any]]
 
 
 def state_of(pid: int) -> str:
-    """Return the letter of a process's state, such as "T" of a stopped one; "Z" where there is none."""
+    """Return the letter of a process's state, such as "T" for stopped; "Z" if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
@@ -89,18 +89,18 @@ def state_of(pid: int) -> str:
 
 
 def wait_for_a_signal(report: Callable[[str], None]) -> None:
-    """Report as a worker, and wait for a signal."""
+    """Report "ready" like a worker, and wait for a signal."""
     report("ready")
     signal.pause()
 
 
 def resident_bytes() -> int:
-    """Return this process's resident memory."""
+    """Return this process's resident memory in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def run_program(*arguments: object, **more: str) -> str:
-    """Return what a program prints that may import tests; `more` goes over its environment."""
+    """Run a program that can import tests, and return its stdout; `more` overrides its environment."""
     done = subprocess.run(
         [sys.executable, "-P", *map(str, arguments)],
         env=environment(**more),
@@ -112,16 +112,16 @@ def run_program(*arguments: object, **more: str) -> str:
 
 
 def run_without_kernels(script: str, *arguments: object) -> None:
-    """Run a script that may import tests, where no compiled kernel is loaded."""
+    """Run a script that can import tests, in a process without compiled kernels."""
     script = f"from verbatim import kernels\nassert kernels.library() is None\n{script}"
     run_program("-W", "ignore", "-c", script, *arguments, VERBATIM_KERNELS="none")
 
 
 def run_ranks(world: int, folder: Path, module: str, *arguments: object) -> list[Any]:
-    """Return what `main` of `support.MODULE` returns in each rank of a group of gloo's.
+    """Return what `main` of `support.MODULE` returns in each rank of a gloo process group.
 
     Args:
-        folder: for what ranks find each other by, and for their results.
+        folder: folder for the rendezvous file and the results.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
@@ -139,9 +139,9 @@ def run_ranks(world: int, folder: Path, module: str, *arguments: object) -> list
 
 
 def be_rank(rank: int, world: int, arguments: list[str], report: Callable[[object], None]) -> None:
-    """Join the group, and report a file with what the module's `main(rank, world, *arguments)` returns.
+    """Join the group, and report a file with the result of the module's `main(rank, world, *arguments)`.
 
-    When the group has ended, call its `ended`, if it has one.
+    After the group is destroyed, call the module's `ended`, if it has one.
     """
     import torch
     import torch.distributed as dist
@@ -154,7 +154,7 @@ def be_rank(rank: int, world: int, arguments: list[str], report: Callable[[objec
     file = Path(f"{store}-{rank}.json")
     file.write_text(json.dumps(module.main(rank, world, *rest)))
     report(str(file))
-    dist.barrier()  # or one is gone while another still talks to it
+    dist.barrier()  # no rank may leave while another still communicates with it
     dist.destroy_process_group()
     if ended := getattr(module, "ended", None):
         ended()

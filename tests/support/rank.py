@@ -1,7 +1,7 @@
 """One rank of a process group, started by test_lockstep.py.
 
-Reports what it got. Its model talks to the other ranks in every forward, so it would hang if any
-rank made one forward less.
+Returns its results. The model communicates with the other ranks in every forward, so it would hang if any
+rank ran one forward less.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(rank: int, world: int) -> dict[str, Any]:
     module.model.layers[1].register_forward_hook(meet)
     told = {}
     with LLM(module, max_batch_tokens=8) as llm:
-        # Rank 0 has none, the others 1, 2, ... prompts of very different lengths.
+        # Rank r has r prompts of very different lengths.
         prompts = [random_ids(5 + 9 * rank + 2 * b, seed=b) for b in range(rank)]
         params = SamplingParams(max_tokens=3 + 5 * rank, ignore_eos=True)
         found = rl.rollout(llm, prompts, params, group_size=2, seed=5, process_group=group)
@@ -38,10 +38,10 @@ def main(rank: int, world: int) -> dict[str, Any]:
         told["rows"] = found.responses.tolist()
         told["seeds"] = found.seeds.tolist()
         told["forwards"] = llm.stats()["forwards"]
-        # Once more: everybody is where everybody else is.
+        # Once more: all ranks are still in step.
         again = rl.rollout(llm, prompts, params, group_size=2, seed=5, process_group=group)
         told["again"] = torch.equal(again.sequences, found.sequences)
-        # Coati's call, on a module that is wrapped for training: rows of other lengths on each rank.
+        # Coati's `generate` on a module wrapped for training, with other row lengths on each rank.
         from types import SimpleNamespace
 
         from torch.nn.parallel import DistributedDataParallel
@@ -54,14 +54,14 @@ def main(rank: int, world: int) -> dict[str, Any]:
         length = 12 + 6 * rank
         out = generate(wrapped, rows, tokenizer, length, seed=3, process_group=group)
         told["coati"] = out.tolist()
-        # One rank's prompts are refused: nobody waits for it.
+        # One rank's prompts are refused: no other rank waits for it.
         bad = [[10**6]] if rank == world - 1 else prompts
         try:
             rl.rollout(llm, bad, params, process_group=group)
         except (InvalidRequest, RequestFailed) as error:
             told["refused"] = f"{type(error).__name__}: {error}"
-        # A request fails on one rank: its own affair. Ctrl-C there, before or after the model
-        # has talked to the others: everybody's.
+        # A request that fails on one rank affects only that rank. Ctrl-C there, before or after the model
+        # has communicated, ends the call on all ranks.
         first, last = module.model.embed_tokens, module.lm_head
         for name, layer, act in (
             ("failed", last, _raises(OSError("the disk is gone"))),
@@ -78,9 +78,9 @@ def main(rank: int, world: int) -> dict[str, Any]:
             if hook is not None:
                 hook.remove()
             rest = torch.ones(3)
-            dist.all_reduce(rest, group=group)  # everybody is where everybody else is
+            dist.all_reduce(rest, group=group)  # all ranks are in step
             assert rest.tolist() == [world] * 3
-        # A rank whose engine sleeps is found out before any forward.
+        # An engine that sleeps on one rank is detected before any forward.
         if rank == 1:
             llm.sleep()
         try:
@@ -88,7 +88,7 @@ def main(rank: int, world: int) -> dict[str, Any]:
         except Exception as raised:
             told["asleep"] = f"{type(raised).__name__}: {raised}"
         llm.wake()
-        # Scoring keeps step as well.
+        # Scoring keeps the ranks in step as well.
         rows = torch.full((2, 2, 5 + rank), 7)[:rank]
         told["scored"] = list(rl.score(llm, rows, process_group=group).shape)
         told["blocks"] = llm.stats()["blocks_used"]

@@ -1,4 +1,4 @@
-"""A batch of mixed requests, and what of a result must be equal everywhere."""
+"""A batch of mixed requests, and the parts of a result that must be equal in every setup."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
 
 
 def lift_even_ids(ids: Any, logits: Any) -> Any:
-    """A logits processor that looks at both of its arguments."""
+    """Raise the logits of even ids, depending on the last id: a processor that uses both arguments."""
     logits = logits.clone()
     logits[::2] += 0.5 + 0.01 * float(ids[-1])
     return logits
 
 
 def mixed_requests(count: int = 17) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of 1 to 60 tokens, and params that use most of what there is; 17 use all of it.
+    """Return prompts of 1 to 60 tokens, and params that use most features; 17 cover all of these.
 
-    Beams ask for no drafts, which they can't have.
+    Beam search is requested without drafts, which it does not support.
     """
     kinds: list[dict[str, Any]] = [
         dict(temperature=0.0),
@@ -50,7 +50,7 @@ def mixed_requests(count: int = 17) -> tuple[list[list[int]], list[SamplingParam
 
 
 def facts(result: Result) -> Any:
-    """Everything of a result that no schedule may change."""
+    """Return everything in a result that must not depend on the schedule."""
     return (
         result.prompt_token_ids,
         result.prompt_logprobs,
@@ -78,7 +78,7 @@ def facts(result: Result) -> Any:
 
 
 def _bits(tensor: Any) -> Any:
-    """Something that is equal where shape, dtype and every bit are."""
+    """Return a value that is equal for tensors with equal shape, dtype and bits."""
     if tensor is None:
         return None
     return str(tensor.dtype), tuple(tensor.shape), tensor.float().numpy().tobytes()
@@ -89,24 +89,24 @@ def all_facts(results: list[Result]) -> list[Any]:
 
 
 def generated(llm: LLM, prompts: Any, params: Any) -> list[Any]:
-    """Return the facts of what an engine generates, and close it."""
+    """Generate, close the engine, and return the facts of the results."""
     with llm:
         return all_facts(llm.generate(prompts, params))
 
 
 @cache
 def resident_facts(folder: Path, count: int = 17, **options: Any) -> list[Any]:
-    """Return the facts of mixed requests to a model in memory."""
+    """Return the facts of the mixed requests to a resident model."""
     return generated(LLM(folder, max_length=200, **options), *mixed_requests(count))
 
 
 def mixed_facts(llm: LLM, count: int = 17) -> list[Any]:
-    """Return the facts of the same requests."""
+    """Return the facts of the mixed requests to `llm`."""
     return all_facts(llm.generate(*mixed_requests(count)))
 
 
 def submitted(llm: LLM, prompts: Any, params: Any) -> list[Request]:
-    """Requests that run from now on, whenever a test makes a step."""
+    """Submit requests, which then run in the steps that a test makes, and return them."""
     admit, requests = llm.engine.admission.admit, []
     for prompt, asked in zip(prompts, params, strict=True):
         requests.append(admit(prompt, asked))
@@ -115,12 +115,12 @@ def submitted(llm: LLM, prompts: Any, params: Any) -> list[Request]:
 
 
 def keep_prefixes(llm: LLM, keep: bool = True) -> None:
-    """Let cached prefixes outlive the requests, as of a model that nobody else can change."""
+    """Let cached prefixes outlive their requests, as for a model that no one else can change."""
     llm.engine._engine.live = not keep
 
 
 def check_nothing_is_left(llm: LLM) -> None:
-    """Assert that no request, block or slot of a state is in use, and that no proposal failed."""
+    """Assert that no request, block or state slot is in use, and that no proposal failed."""
     stats, scheduler = llm.stats(), llm.engine.scheduler
     assert stats["running"] == stats["waiting"] == stats["blocks_used"] == 0
     assert not llm.engine.has_work
@@ -133,10 +133,10 @@ def check_nothing_is_left(llm: LLM) -> None:
 
 
 def press_ctrl_c(patch: Any, rng: Any, chance: float, owner: Any, *names: str) -> None:
-    """Let Ctrl-C hit by chance before and after each call of these functions of `owner`.
+    """Raise SIGINT with probability `chance` before and after each call of these functions of `owner`.
 
     Args:
-        patch: pytest's MonkeyPatch, which puts them back.
+        patch: pytest's MonkeyPatch, which restores the functions.
     """
     for name in names:
         plain = getattr(owner, name)
@@ -153,7 +153,7 @@ def press_ctrl_c(patch: Any, rng: Any, chance: float, owner: Any, *names: str) -
 
 
 def finish_despite_ctrl_c(llm: Any, prompts: Any, params: Any) -> tuple[list[Any], int]:
-    """Step until all have ended, whatever presses Ctrl-C meanwhile: their results, and how often it hit."""
+    """Step until all requests have ended, despite KeyboardInterrupts; return results and their number."""
     engine, raised = llm.engine, 0
     requests = submitted(llm, prompts, params)
     while engine.has_work:

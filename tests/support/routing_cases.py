@@ -1,4 +1,4 @@
-"""Three sequences through mixtures of experts, and what their routers chose."""
+"""Three sequences through mixture-of-experts models, and the experts chosen by their routers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def records(runner: Resident) -> list[Tensor]:
 
 
 def other_experts(runner: Resident, seed: int = 0) -> list[Tensor]:
-    """Random experts for every token and layer of every sequence."""
+    """Return random experts for every token and layer of every sequence."""
     generator = torch.Generator().manual_seed(seed)
     made = runner.choices["routing"]
     shape = (made.layers, made.count)
@@ -61,7 +61,7 @@ def other_experts(runner: Resident, seed: int = 0) -> list[Tensor]:
 
 
 def other_keys(num_tokens: int, layers: int, top_k: int) -> Tensor:
-    """Random keys of each token, as many as it may see up to `top_k`, in any order."""
+    """Return random key positions of each token in random order: `top_k`, or all that it may attend to."""
     numbers = torch.Generator().manual_seed(num_tokens)
     keys = torch.full((num_tokens, layers, top_k), -1)
     for position in range(num_tokens):
@@ -72,7 +72,7 @@ def other_keys(num_tokens: int, layers: int, top_k: int) -> Tensor:
 
 
 def expert_layers(model: Any) -> list[tuple[Any, Any]]:
-    """(the layer's block, its experts) of every routed layer."""
+    """Return (the block, its experts) of every routed layer."""
     return [
         (block, block.experts)
         for block in model.modules()

@@ -1,4 +1,4 @@
-"""One rank of a run that saves a checkpoint: a toy of KempnerForge, its parameters sharded in all ways."""
+"""One rank of a run that saves a sharded checkpoint of a KempnerForge toy, with all kinds of placements."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from support import kempner_reference
 
 
 def main(rank: int, world: int, folder: str, fields: str) -> bool:
-    """Save it.
+    """Save the checkpoint.
 
     Args:
-        fields: the toy's, as JSON.
+        fields: the toy's config fields, as JSON.
     """
     mesh = init_device_mesh("cpu", (world,))
     model = kempner_reference.make(**json.loads(fields))

@@ -1,4 +1,4 @@
-"""JSON schemas: written by hand, and random ones."""
+"""JSON schemas, handwritten and random."""
 
 from __future__ import annotations
 

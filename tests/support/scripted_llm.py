@@ -1,6 +1,6 @@
-"""An engine that is a script, and the commands run against it.
+"""A scripted engine, and a function to run CLI commands against it.
 
-A word takes it a second; its beams are all alike and come at the end; it has two experts in one layer.
+A word takes one second, all beams are equal and arrive at the end, and one layer has two experts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from verbatim.params import SamplingParams
 
 
 class ScriptedLLM:
-    """Says WORDS, one token each, and remembers what it was asked."""
+    """An engine that always generates WORDS, one token each, and records its prompts and params."""
 
     WORDS = ("Once ", "there ", "was ", "a 🦊.")
-    num_found = 4096  # beams that a search finds at most
+    num_found = 4096  # maximum number of beams that a search finds
     last = None
 
     def __init__(self, model=None, **settings):
@@ -112,7 +112,7 @@ class ScriptedLLM:
 
 
 def interrupted_after(words):
-    """An engine during whose answer Ctrl-C is pressed, in its first answer only."""
+    """Return an engine class in which Ctrl-C interrupts the first answer after so many words."""
 
     class Interrupted(ScriptedLLM):
         def __init__(self, *args, **settings):
@@ -127,10 +127,10 @@ def interrupted_after(words):
 
 
 def run(*args, input=b"", engine=ScriptedLLM, kernels=("generic",)):
-    """Run a command against the scripted engine."""
+    """Run a CLI command against the scripted engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(
             vars(verbatim), "LLM", engine
-        )  # setattr would import torch to see what was there
+        )  # setattr would import torch to save the old value
         patch.setattr("verbatim.kernels.available", lambda: kernels)
         return CliRunner().invoke(app, list(args), input=input)

@@ -1,7 +1,7 @@
-"""A runner without a model: a block holds ids, and logits are a hash of all ids that a row attends to.
+"""A runner without a model: blocks hold ids, and logits are a hash of all ids that a row attends to.
 
-Whatever goes wrong with blocks (one read that was never written, one that two sequences write, a copy
-that came too late) changes the hash, and with it the words.
+Any mistake with blocks (a read before the write, two sequences that write one block, a late copy)
+changes the hash, and with it the tokens.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from verbatim.engine.admission import Admission
 from verbatim.engine.engine import Engine
 from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import NotSupported
-from verbatim.kv.blocks import BlockPool
 from verbatim.params import SamplingParams
 from verbatim.protocols import CacheLost, Forward
 from verbatim.sampling.sampler import sample_rows
 
 VOCAB = 24
 EOS = 2
-FREE = -7  # what a block holds that nobody wrote
+FREE = -7  # content of positions that were never written
 
 
 class ScriptedRunner:
-    """Implements `Runner` over a table of ids."""
+    """A `Runner` over a table of ids."""
 
     vocab_size = VOCAB
     hidden_reason = None
@@ -46,10 +45,10 @@ class ScriptedRunner:
         self.held = torch.full((num_blocks, block_size), FREE)
         self.experts = torch.full((num_blocks, block_size, 2, 1), -1, dtype=torch.int16)
         self.num_rows = 0
-        self.raises: BaseException | None = None  # from the next forward
-        # As a cluster: the method in which all K and V are lost, and whether they are.
+        self.raises: BaseException | None = None  # raised by the next forward
+        # As in a cluster: the method that loses all K and V, and whether they are lost.
         self.loses, self.lost = "", False
-        self.limit = 100  # of `CacheLost`
+        self.limit = 100  # the limit in `CacheLost`
         self.evict: Callable[[], object] = lambda: None
 
     def forward(self, batch: Batch) -> Forward:
@@ -120,7 +119,7 @@ class ScriptedRunner:
 
 
 def logits_after(ids: list[int], experts: list[list[int]]) -> Tensor:
-    """`[VOCAB]` for the token after `ids`, which went to these experts."""
+    """Return `[VOCAB]` logits for the token after `ids`, which were routed to these experts."""
     assert FREE not in ids, "a row attends to a position that was never written"
     seed = hashlib.blake2b(repr((ids, experts)).encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(seed, "little") % 2**62)
@@ -137,12 +136,10 @@ def scripted_engine(
     prefix_cache: bool = True,
     max_waiting: int | None = None,
 ) -> tuple[Engine, Admission]:
-    """An engine over a `ScriptedRunner`, and the door to it."""
+    """Return an engine over a `ScriptedRunner`, and its admission."""
     runner = ScriptedRunner(num_blocks, block_size)
-    pool = BlockPool(num_blocks)
     scheduler = Scheduler(
-        pool,
-        block_size,
+        runner,
         max_batch_tokens,
         max_sequences,
         max_prompt_rows,
@@ -156,7 +153,7 @@ def scripted_engine(
 
 
 def solo(prompt: list[int], params: SamplingParams) -> Result:
-    """What a request gets with the engine to itself and all the memory it may want."""
+    """Return the result of a request that runs alone, with more than enough memory."""
     engine, admission = scripted_engine(
         512, 4, max_batch_tokens=4096, max_sequences=64, prefix_cache=False
     )
@@ -175,7 +172,7 @@ def result_of(request: Request) -> Result:
 
 
 def check(engine: Engine) -> None:
-    """The accounting: every block is free, cached or held by exactly those whose tables name it."""
+    """Check the accounting: a block's reference count is the number of block tables that contain it."""
     scheduler = engine.scheduler
     pool, waiting = scheduler.pool, list(scheduler.waiting)
     pool.check()

@@ -1,4 +1,4 @@
-"""Servers on a free port, in a thread of this process or as a process of their own."""
+"""Servers on a free port, in a thread of this process or in a separate process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from support.tool_templates import tokenizer
 from support.toys import make_toy
 from verbatim import LLM
 from verbatim.serve.app import make_app
-from verbatim.serve.server import Server, configured, listen
+from verbatim.serve.server import Server, listen, uvicorn_config
 from verbatim.serve.service import Service
 from verbatim.serve.settings import ServeSettings
 
 
 class Client(httpx.Client):
-    """A patient client, which names the model in requests that must."""
+    """A client with a long timeout that adds the model's name to requests that need it."""
 
     model = "storyteller"
 
@@ -52,7 +52,7 @@ NAMELESS = (
 
 
 class QuickServer(Server):
-    """Looks at its connections and for its end five times as often, so that tests wait less."""
+    """A server that polls its connections and exit flag five times as often, so that tests wait less."""
 
     async def main_loop(self) -> None:
         counter = 0
@@ -62,7 +62,7 @@ class QuickServer(Server):
 
 
 class Served:
-    """What a test knows of a server that runs."""
+    """A running server, its engine and a client."""
 
     def __init__(
         self,
@@ -79,13 +79,13 @@ class Served:
         self.client.model = service.name
 
     def post(self, path: str, **body: Any) -> Any:
-        """The answer to a body that is served."""
+        """POST a body, check that it is served, and return the response."""
         answer = self.client.post(path, json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     def refused(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
-        """The error that a body is answered with."""
+        """POST a body, check that it is refused with `status`, and return the error."""
         answer = self.client.post(path, json=body)
         assert answer.status_code == status, (answer.status_code, answer.text)
         error: dict[str, Any] = answer.json()["error"]
@@ -93,24 +93,24 @@ class Served:
         return error
 
     def stream(self, path: str, **body: Any) -> list[Any]:
-        """The data of all events; `[DONE]` as it is."""
+        """Return the data of all events; `[DONE]` as text."""
         with self.client.stream("POST", path, json=body | {"stream": True}) as answer:
             assert answer.status_code == 200, answer.read()
             assert answer.headers["content-type"].startswith("text/event-stream")
             return [_data(line[6:]) for line in answer.iter_lines() if line.startswith("data: ")]
 
     def until_idle(self) -> None:
-        """Wait until it holds nothing any more."""
+        """Wait until no request runs or waits, and no block is in use."""
 
         def is_idle() -> bool:
             stats = self.llm.stats()
             busy = stats["running"] + stats["waiting"] + stats["blocks_used"]
-            return not busy and not self.service.under_way
+            return not busy and not self.service.num_in_progress
 
         until(is_idle)
 
     def num_tasks(self) -> int:
-        """Of the server's event loop, but for the one that asks."""
+        """Return the number of tasks in the server's event loop, without the one that counts."""
 
         async def count() -> int:
             return len(asyncio.all_tasks()) - 1
@@ -118,11 +118,11 @@ class Served:
         return asyncio.run_coroutine_threadsafe(count(), self.loop).result(PATIENCE_S)
 
     def connect(self, address: str = "127.0.0.1") -> socket.socket:
-        """A connection without a client's library, from an address of this machine."""
+        """Open a raw socket to the server, from an address of this machine."""
         return socket.create_connection(("127.0.0.1", self.port), PATIENCE_S, (address, 0))
 
     def num_connections(self) -> int:
-        """That are open, asked or not."""
+        """Return the number of open connections, also of those without a request."""
         return len(self._server.server_state.connections)
 
 
@@ -132,13 +132,13 @@ def _data(text: str) -> Any:
 
 @contextmanager
 def serving(llm: LLM, settings: ServeSettings | None = None) -> Iterator[Served]:
-    """A server over an engine, until the block is left."""
+    """Run a server over an engine during a block."""
     settings = dataclasses.replace(
         settings or ServeSettings(), log_level="critical", drain_timeout_s=5
     )
     app = make_app(llm, settings)
     listener = listen("127.0.0.1", 0)
-    config = configured(app, settings)
+    config = uvicorn_config(app, settings)
     server = QuickServer(config, app.state.service, lambda text: None, "")
     loops: list[asyncio.AbstractEventLoop] = []
 
@@ -164,8 +164,8 @@ def serving(llm: LLM, settings: ServeSettings | None = None) -> Iterator[Served]
 def talking(
     template: str, *, settings: ServeSettings | None = None, **tokens: bool
 ) -> Iterator[Served]:
-    """A server of a model that says anything at all, with a chat template; `tokens` as in `tokenizer`."""
-    # Flat at the head, so that a mark is not too unlikely and nothing is sure.
+    """Run a server over a random model with a chat template; `tokens` as in `tokenizer`."""
+    # A toy has flat logits, so that a marker is not too unlikely and no token is certain.
     hf = tokenizer(template, **tokens)
     module = make_toy(
         "llama",
@@ -179,7 +179,7 @@ def talking(
 
 
 def routes_of(routes: Iterable[Any]) -> Iterator[Any]:
-    """All routes, those of included routers and mounted applications too."""
+    """Yield all routes, including those of included routers and mounted applications."""
     for route in routes:
         inner = getattr(getattr(route, "original_router", route), "routes", None)
         yield from [route] if inner is None else routes_of(inner)
@@ -188,7 +188,7 @@ def routes_of(routes: Iterable[Any]) -> Iterator[Any]:
 def request_of(
     body: dict[str, Any] | bytes, path: str = "/v1/completions", **headers: str
 ) -> bytes:
-    """A request as it is sent, for a connection without a client's library."""
+    """Return the bytes of an HTTP request, for a raw socket."""
     content = (
         body if isinstance(body, bytes) else json.dumps({"model": Client.model} | body).encode()
     )
@@ -199,7 +199,7 @@ def request_of(
 
 
 def received(link: socket.socket) -> bytes:
-    """All that a connection brings until the server closes it."""
+    """Return all bytes of a connection until the server closes it."""
     found = b""
     while more := link.recv(65536):
         found += more
@@ -210,14 +210,14 @@ def received(link: socket.socket) -> bytes:
 def running(
     *args: str, line: list[str] | None = None, **env: str
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start a server by a command or by a whole line, and return the process and its address."""
+    """Run `verbatim serve` with `args`, or a whole command line; yield the process and its address."""
     line = line or [*VERBATIM, "serve", "--log-level", "warning", "--port", "0", *args]
     with started(line, stderr=subprocess.PIPE, text=True, env=os.environ | env) as process:
-        yield process, said(process, r"serving \S+ at (http://\S+) ")[1]
+        yield process, wait_for_line(process, r"serving \S+ at (http://\S+) ")[1]
 
 
-def said(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
-    """Wait for a line of a process on stderr."""
+def wait_for_line(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
+    """Wait for a line on a process's stderr that matches `pattern`."""
     assert process.stderr is not None
     lines = []
     while line := process.stderr.readline():

@@ -1,4 +1,4 @@
-"""Stages without Ray: threads of this process behind the same connections as processes have."""
+"""Stages without Ray: threads of this process that use the same connections as processes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from verbatim.placement.distributed.hosts import Hosts, NoHost
 from verbatim.placement.distributed.link import Address
 from verbatim.placement.distributed.stage_share import StageShare
 
-_MOST_BLOCKS = 512  # that a test takes
+_MOST_BLOCKS = 512  # the most that a test uses
 _opening = threading.Lock()
-_inspected: list[StageShare] = []  # the one that inspected a model last
+_inspected: list[StageShare] = []  # the stage that inspected a model last
 
 
 class ThreadHost:
-    """A stage in threads of this process. `kill` hangs up at once, as the end of a process does.
+    """A stage in threads of this process. `kill` closes its connections at once, like the end of a process.
 
-    Stages of one model inspect it once, as that takes longer than all else in a test. They keep what they
-    found for the next opening, and `Served` looks whether it is still true.
+    All stages share the last inspection of a model, which is the slowest part of a test. `Served` checks
+    whether it is still valid.
 
     Attributes:
-        before: called before each frame is computed, with the batch; to be set by a test.
+        before: called with each batch before it is computed; may be set by a test.
     """
 
     def __init__(self, key: bytes, machine: str) -> None:
@@ -71,11 +71,11 @@ class ThreadHost:
 
 
 class ThreadHosts(Hosts):
-    """Stages in threads, on machines that are names.
+    """Stages in threads; machines are only names.
 
     Attributes:
-        hosts: all that were started, in order.
-        room: how many more may be; None: any number.
+        hosts: all hosts started so far, in order.
+        room: number of hosts that may still be started; None for no limit.
     """
 
     def __init__(self, *machines: str) -> None:
@@ -109,24 +109,24 @@ class ThreadHosts(Hosts):
             host.kill()
             host.stage.join(
                 PATIENCE_S
-            )  # a thread that computes as the interpreter ends would abort it
+            )  # a thread that still computes at interpreter exit would abort it
 
 
 def staged(**settings: Any) -> Cluster:
-    """Return a placement in two stages, none of which is lost because a busy machine delays it."""
+    """Return a placement in two stages, patient enough that a busy machine loses none."""
     return Cluster(**{"stages": 2, "hosts": ThreadHosts(), "patience_s": PATIENCE_S} | settings)
 
 
 def serving(llm: Any) -> list[ThreadHost]:
-    """The hosts of an engine's stages, in their order."""
+    """Return the hosts of an engine's stages, in order."""
     return [member.host for member in llm.engine.runner.group.members]
 
 
 def num_threads() -> int:
-    """Threads of ours that are alive."""
+    """Count Verbatim's live threads."""
     return sum(thread.name.startswith("verbatim-") for thread in threading.enumerate())
 
 
 def check_threads_end(before: int) -> None:
-    """Check that there soon are no more threads of ours than there were; those of killed stages end late."""
+    """Wait until Verbatim has at most `before` threads; those of killed stages end late."""
     until(lambda: num_threads() <= before)

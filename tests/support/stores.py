@@ -1,4 +1,4 @@
-"""Sequences and stores for forwards without an engine."""
+"""Sequences and KV stores for forwards without an engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Span = tuple[int, int]
 def poisoned_store(
     decoder: Decoder, num_blocks: int, block_size: int, num_states: int = 1
 ) -> KVStore:
-    """A store in which all K, V and states that were never written are NaN."""
+    """Return a store filled with NaN: K, V and states."""
     spec = decoder.spec
     store = KVStore(spec.layers, num_blocks, block_size, spec.dtype, torch.device("cpu"))
     poison(store, range(num_blocks))
@@ -31,10 +31,10 @@ def poisoned_store(
 
 
 class Sequences:
-    """Sequences of random ids with blocks of their own, in a random order, and a state for each position.
+    """Sequences of random ids, each with its own blocks in random order and a state slot per position.
 
     Args:
-        spare: blocks of a store that no sequence has.
+        spare: number of blocks in the store that no sequence uses.
     """
 
     def __init__(self, *lengths: int, block_size: int, spare: int = 0) -> None:
@@ -48,18 +48,18 @@ class Sequences:
         self.spare = list(range(taken + 1, taken + 1 + spare))
 
     def store(self, decoder: Decoder) -> KVStore:
-        """A poisoned store for all of it."""
+        """Return a poisoned store for all sequences."""
         num_blocks = 1 + len(self.tables) * self._width + len(self.spare)
         return poisoned_store(decoder, num_blocks, self.block_size, self._slot(len(self.ids), 1))
 
     def _slot(self, which: int, position: int) -> int:
-        """The slot of a sequence's state after so many tokens."""
+        """Return the slot of a sequence's state after `position` tokens."""
         return which * max(self.lengths) + position if position else ZERO_STATE
 
     def batch(
         self, which: list[int], spans: list[Span], *, last_only: bool = False, **fields: Any
     ) -> Batch:
-        """Positions `spans[i]` of sequence `which[i]`, with the logits of all or of their last ones."""
+        """Return a batch of positions `spans[i]` of sequence `which[i]`; logits of all or of each last."""
         chosen = [(s, *span) for s, span in zip(which, spans, strict=True)]
         ends = list(accumulate(end - begin for _, begin, end in chosen))
         last = [end - 1 for end in ends]

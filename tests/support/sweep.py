@@ -1,4 +1,4 @@
-"""Every architecture that transformers lists as a causal language model: its toy, and what becomes of it.
+"""Every architecture that transformers lists as a causal language model: its toy, and whether it opens.
 
 An architecture is supported when its class is in `verbatim.model.trial.VERIFIED` and its name is not below.
 `python tests/support/sweep.py` prints docs/architectures.md.
@@ -15,9 +15,9 @@ import torch
 from support import toys, wrappers
 from support.sweep_settings import DEFAULT, SETTINGS, SMALL, VARIANTS
 
-_MADE_WITH = 24  # the minor version of transformers 5 that these lists were made with
+_MADE_WITH = 24  # the minor version of transformers 5 that these lists describe
 
-# Why the others are refused: a part of the message, what the docs say, and the names.
+# Refused architectures: a part of the error message, the reason in the docs, and the names.
 _REFUSALS: list[tuple[str, str, str]] = [
     ("position_bias", "a position bias", "inkling_text"),
     ("SoftcappedSwiGLU", "a custom MLP", "inkling2_text inkling2_loop_text"),
@@ -43,7 +43,7 @@ _REFUSALS: list[tuple[str, str, str]] = [
     ),
 ]
 REFUSED = {name: phrase for phrase, _, listed in _REFUSALS for name in listed.split()}
-# What older versions of transformers get wrong: these build no causal masks there.
+# Refused with older versions of transformers, which build no causal masks for these.
 OLDER = dict.fromkeys(
     ("megatron-bert", "moshi", "rembert", "roformer", "roformer:values"), "later tokens"
 )
@@ -53,14 +53,14 @@ UNBUILDABLE = {
 
 
 def names() -> dict[str, str]:
-    """Every name in transformers' table of causal language models, with its class."""
+    """Return transformers' table of causal language models: the class of each name."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def refusal(case: str) -> str | None:
-    """A part of the message with which this case must be refused; None: it must not be."""
+    """Return a part of the message with which a case must be refused; None if it must open."""
     import transformers
 
     minor = int(transformers.__version__.split(".")[1])
@@ -68,18 +68,18 @@ def refusal(case: str) -> str | None:
 
 
 def cases() -> list[str]:
-    """The names and the variants whose architecture this transformers has."""
+    """Return all names and the variants of architectures in the installed transformers."""
     known = names()
     return [*known, *(case for case in VARIANTS if case.partition(":")[0] in known)]
 
 
 def supported() -> list[str]:
-    """The cases that must be opened."""
+    """Return the cases that must open."""
     return [case for case in cases() if not refusal(case) and case not in UNBUILDABLE]
 
 
 def settings_of(case: str) -> tuple[Any, dict[str, Any]]:
-    """The class of the config of an architecture or a variant, and its toy's settings."""
+    """Return the config class of an architecture or a variant, and its toy's settings."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -94,32 +94,32 @@ def settings_of(case: str) -> tuple[Any, dict[str, Any]]:
 
 
 def config_of(case: str) -> Any:
-    """The toy config of an architecture or a variant."""
+    """Return the toy config of an architecture or a variant."""
     cls, settings = settings_of(case)
     return cls(**settings)
 
 
 def build(case: str) -> Any:
-    """The toy of an architecture or a variant, with eager attention, in eval mode."""
+    """Return the toy of an architecture or a variant, with eager attention, in eval mode."""
     import transformers
 
     config = config_of(case)
     if case != "falcon:alibi":  # in eager attention transformers adds Falcon's ALiBi twice
         config._attn_implementation = "eager"
-    if case == "gemma4_assistant":  # its config asks for what its layers then refuse
+    if case == "gemma4_assistant":  # its config requires a value that its layers reject
         config.text_config.num_kv_shared_layers = 2
     cls = getattr(transformers, names()[case.partition(":")[0]])
     model = toys.build(cls, config)
     noise = torch.Generator().manual_seed(1)
     for weight in (p for m in model.modules() if hasattr(m, "top_k") for p in m.parameters()):
         if weight.ndim == 2 and len(weight) > 1 and not weight.any():
-            # A router that is left at zero scores all experts alike, and each topk breaks ties as it likes.
+            # An all-zero router gives all experts equal scores, and topk breaks ties arbitrarily.
             torch.nn.init.normal_(weight, std=0.12, generator=noise)
     return model
 
 
 def markdown() -> str:
-    """docs/architectures.md for the transformers that is installed."""
+    """Return docs/architectures.md for the installed transformers."""
     from verbatim.model.trial import VERIFIED
 
     known = names()

@@ -1,4 +1,4 @@
-"""Forwards of three sequences over a poisoned store, for the toys of the sweep."""
+"""Forwards of three sequences over a poisoned KV store, for the toys of the sweep."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def logits_of(
     *,
     last_only: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Logits of positions `spans[i]` of sequence `which[i]`, or of their last positions."""
+    """Return the logits of positions `spans[i]` of sequence `which[i]`, or only of the last of them."""
     store = store or sequences().store(decoder)
-    logits = decoder.forward(sequences().batch(which, spans, last_only=last_only), store)
+    logits = decoder.run(sequences().batch(which, spans, last_only=last_only), store).logits
     return logits.split([1 if last_only else end - begin for begin, end in spans])
 
 
 def plain(model: Any) -> list[Tensor]:
-    """transformers' own logits, one sequence at a time, without a cache."""
+    """Return transformers' logits, one sequence at a time, without a cache."""
     with torch.no_grad():
         return [
             model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
@@ -44,13 +44,13 @@ def plain(model: Any) -> list[Tensor]:
 
 
 def assert_equal_in_every_schedule(model: Any, decoder: Decoder) -> None:
-    """Compare the decoder with transformers' `model`, and with itself in chunks, alone and batched."""
+    """Check that the decoder matches transformers' `model`, and itself in chunks, alone and batched."""
     every, whole = [0, 1, 2], sequences().whole
     packed = logits_of(decoder, every, whole)
     expected = plain(model)
     scale = max(1.0, *(float(logits.abs().max()) for logits in expected))
     for ours, theirs in zip(packed, expected, strict=True):
-        # transformers' two forwards of recurrent layers, chunked and cached, differ by as much.
+        # transformers' own chunked and cached forwards of recurrent layers differ by as much.
         limit = 1e-4 if decoder.spec.states else 1e-5
         assert float((ours - theirs).abs().max()) / scale < limit
 

@@ -1,8 +1,8 @@
-"""The settings of the toys that the sweep builds, one entry an architecture.
+"""The settings of the toys that the sweep builds, one entry per architecture.
 
-`SMALL` is the base: each setting is given to the configs that have a field of that name. `SETTINGS`
-adds what one architecture needs on top, to be small or to show what is special about it: windows
-shorter than the sequences, more than one kind of layer, soft caps, thresholds that are crossed.
+`SMALL` is the base: each setting applies to the configs that have a field of that name. `SETTINGS` adds
+what an architecture needs to be small or to exercise its features: windows shorter than the sequences,
+more than one kind of layer, soft caps, thresholds that are crossed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from support.toys import VOCAB
 
-# Several names for one thing stand on one line.
+# Several names of one setting are on one line.
 SMALL: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=64, d_model=64, n_embd=64,
@@ -34,12 +34,12 @@ SMALL: dict[str, Any] = dict(
     first_k_dense_replace=1,
     # latent attention
     q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
-    # sparse indexers; with few heads, all scores of many a key are 0, and topk breaks ties as it likes
+    # sparse indexers; with few heads, all scores of many keys are 0, and topk breaks ties arbitrarily
     index_topk=8, index_head_dim=16, index_n_heads=16,
     # recurrent and convolutional layers
     linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
     mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8,
-    # anything but text
+    # encoders, such as BERT, are built as decoders
     is_decoder=True,
 )  # fmt: skip
 
@@ -73,7 +73,7 @@ VISION = dict(
     patch_size=16,
 )  # fmt: skip
 
-# What SMALL lacks, by architecture. DEFAULT: leave the setting out.
+# Settings on top of SMALL, by architecture. DEFAULT omits a setting of SMALL.
 DEFAULT = "(default)"
 SETTINGS: dict[str, dict[str, Any]] = {
     "apertus": dict(rope_parameters=_ROPE),
@@ -234,7 +234,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
                  layer_types=["hybrid", "hybrid_sliding"] * 2),
 }  # fmt: skip
 
-# Other configs of the same classes, over their settings; the name's own part stands before the colon.
+# Other configs of the same classes, on top of their settings; the architecture stands before the colon.
 VARIANTS: dict[str, dict[str, Any]] = {
     "bert:encoder": dict(is_decoder=False),
     "bloom:odd": dict(hidden_size=60, n_head=6, apply_residual_connection_post_layernorm=True),

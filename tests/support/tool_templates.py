@@ -1,4 +1,4 @@
-"""A tokenizer of bytes, and chat templates with tool calls."""
+"""A byte tokenizer, and chat templates with tool calls."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ THINKING = MESSAGES.replace(
 
 
 def tokenizer(template: str, *, added: bool, special: bool = False) -> PreTrainedTokenizerFast:
-    """Every byte a token, and some words; the marks too, or not."""
+    """Return a byte tokenizer with a chat template; `added`: the template's markers are tokens too."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({c: i for i, c in enumerate(["<s>", "</s>", *letters])}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""Real tokenizers of each kind, trained in a moment on a few words."""
+"""Real tokenizers of each kind, trained on a few words."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _opened(backend: Backend, **settings: Any) -> Tokenizer:
 
 @cache
 def byte_level() -> Tokenizer:
-    """Like GPT-2, Llama 3, Qwen."""
+    """Return a tokenizer like that of GPT-2, Llama 3 or Qwen."""
     backend = _trained(
         models.BPE(),
         pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -60,7 +60,7 @@ def _unigram(vocab_size: int, words: list[str]) -> Backend:
 
 @cache
 def byte_fallback(strip: bool = True) -> Tokenizer:
-    """Like Llama 2 (`strip`) and Gemma (without)."""
+    """Return a tokenizer like that of Llama 2 (with `strip`) or Gemma (without)."""
     trained = json.loads(_unigram(120, [w for w in WORDS if w.isascii()]).to_str())
     vocab = [(piece, score) for piece, score in trained["model"]["vocab"]]
     vocab += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)] + [("▁▁", -9.0), ("é", -9.0)]
@@ -74,13 +74,13 @@ def byte_fallback(strip: bool = True) -> Tokenizer:
 
 @cache
 def metaspace() -> Tokenizer:
-    """Like T5."""
+    """Return a tokenizer like that of T5."""
     return _opened(_unigram(150, WORDS))
 
 
 @cache
 def word_piece(clean_up: bool = True) -> Tokenizer:
-    """Like BERT; with `clean_up`, spaces before punctuation are removed."""
+    """Return a tokenizer like that of BERT; `clean_up` removes spaces before punctuation."""
     backend = _trained(
         models.WordPiece(unk_token="<unk>"),
         pre_tokenizers.BertPreTokenizer(),
@@ -94,7 +94,7 @@ def word_piece(clean_up: bool = True) -> Tokenizer:
 
 @cache
 def suffixed() -> Tokenizer:
-    """Like the first GPT: words end with a mark that becomes a space when another follows."""
+    """Return a tokenizer like that of GPT-1: an end-of-word mark becomes a space before another word."""
     backend = _trained(
         models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"),
         pre_tokenizers.Whitespace(),
@@ -108,7 +108,7 @@ def suffixed() -> Tokenizer:
 
 @cache
 def in_python() -> Tokenizer:
-    """A slow tokenizer, of bytes."""
+    """Return a tokenizer in Python (a "slow" one), over bytes."""
     return Tokenizer(ByT5Tokenizer())
 
 

@@ -1,4 +1,4 @@
-"""Toy models of real architectures: real classes, random weights, no network."""
+"""Toy models of real architectures: transformers' classes with random weights, without downloads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 VOCAB = 128
 
-# Several names for one thing stand on one line.
+# Several names of one setting are on one line.
 _BASE: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
@@ -27,7 +27,7 @@ _DEEPSEEK: dict[str, Any] = dict(
 _LOCAL_EXPERTS: dict[str, Any] = dict(num_local_experts=4, num_experts_per_tok=2)
 _GEMMA: dict[str, Any] = dict(head_dim=16, sliding_window=7, query_pre_attn_scalar=16)
 
-# Settings over _BASE.
+# Settings on top of _BASE.
 TOYS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": dict(sliding_window=7),
@@ -37,7 +37,7 @@ TOYS: dict[str, dict[str, Any]] = {
     "mixtral": _LOCAL_EXPERTS,
     "gemma2": dict(
         _GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=10.0,
-        attn_implementation="eager",  # transformers' SDPA once left the soft cap out
+        attn_implementation="eager",  # transformers' SDPA once ignored the soft cap
     ),
     "gemma3": dict(_GEMMA, sliding_window_pattern=2),
     "gpt_oss": dict(
@@ -56,8 +56,8 @@ TOYS: dict[str, dict[str, Any]] = {
         logits_scaling=2.0,
     ),
     "deepseek_v3": _DEEPSEEK,
-    # With few heads, or for a padding id, whose embedding is 0, many scores are 0: torch breaks ties as
-    # it likes.
+    # With few heads, or for a padding id (its embedding is 0), many scores are 0, and torch breaks ties
+    # arbitrarily.
     "deepseek_v32": dict(
         _DEEPSEEK, index_topk=8, index_head_dim=16, index_n_heads=16, pad_token_id=None
     ),
@@ -93,7 +93,7 @@ _GRANITE: dict[str, Any] = dict(
     _MAMBA2, shared_intermediate_size=32, layer_types=["mamba", "attention", "mamba"]
 )
 
-# Those with recurrent layers.
+# Toys with recurrent layers.
 RECURRENT_TOYS: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA_EXPERTS,
     "qwen3_5": dict(_DELTA, head_dim=16),
@@ -141,7 +141,7 @@ RECURRENT_TOYS: dict[str, dict[str, Any]] = {
     "mamba": dict(state_size=8),
     "mamba2": dict(num_heads=8, head_dim=16, n_groups=2, state_size=12, chunk_size=16),
 }  # fmt: skip
-# `model_type` of toys that are not named by it.
+# `model_type` of toys with another name.
 _MODEL_TYPES = {
     "gemma3": "gemma3_text",
     "minimax_m3": "minimax_m3_vl_text",
@@ -170,9 +170,9 @@ RECURRENT_FAMILIES = [
 def make_toy(
     name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> Any:
-    """A toy of architecture `name`, in eval mode; `changes` go over its config.
+    """Return a toy of architecture `name`, in eval mode; `changes` override its config.
 
-    A name that is in no table is a `model_type`.
+    A name in neither table is a `model_type`.
     """
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -184,20 +184,20 @@ def make_toy(
 
 
 def build(cls: Any, config: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """An instance with random weights, biases and norms included, without touching torch's global state."""
+    """Return a model with random weights, biases and norms, without changing torch's global generator."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = cls(config)
         for name, parameter in model.named_parameters():
-            # Models start these at 0 or 1, which would hide mistakes.
+            # These are initialized to 0 or 1, which would hide mistakes.
             zeros = ("gate_preact", "ple.conv1d", "compressor")
             if parameter.ndim == 1 or any(part in name for part in zeros):
                 parameter.data += 0.1 * torch.randn(parameter.shape)
-            # It starts at -10, where few gates would exceed the running maximum.
+            # It is initialized to -10, where few gates would exceed the running maximum.
             if "igate_preact.bias" in name:
                 parameter.data += 8.0
         for name, table in model.named_buffers():
-            if name.endswith("tid2eid"):  # of the experts of each token
+            if name.endswith("tid2eid"):  # the experts of each token id
                 experts = torch.rand(len(table), config.n_routed_experts).argsort(1)
                 table.copy_(experts[:, : table.shape[1]])
     return model.to(dtype).eval()
@@ -210,13 +210,13 @@ def random_ids(length: int, seed: int, low: int = 3, high: int = VOCAB) -> list[
 
 @torch.no_grad()
 def scores_of(model: Any, ids: list[int]) -> torch.Tensor:
-    """transformers' own log-prob of each token of a row but the first, without a cache."""
+    """Return transformers' log-probs of the tokens of a row except the first, without a cache."""
     logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
     return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
 def saver(tmp_path_factory: Any, make: Callable[..., Any]) -> Callable[..., Path]:
-    """Return a function to the folder of what `make` gives for the same arguments, saved once."""
+    """Return a function that saves the model of `make` once per set of arguments, and returns its folder."""
 
     @cache
     def folder(name: str, **changes: Any) -> Path:

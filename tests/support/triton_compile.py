@@ -1,7 +1,7 @@
-"""Compiles the Triton kernels for an H100 or H200 without one, and prints what came of it.
+"""Compiles the Triton kernels for H100 and H200 without such a GPU, and prints a line for each.
 
-Run as a process of its own by `test_triton_compiled.py`: the interpreter and the compiler don't go
-together. Each line: the rows, a kernel's name, its binary's number, what its PTX multiplies with.
+`test_triton_compiled.py` runs it in a separate process: Triton's interpreter and compiler don't go together.
+A line has the label, the kernel's name, the number of its binary and the multiply instructions in its PTX.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from verbatim.batch import AttentionBatch
-from verbatim.kernels.options import Activation, AttentionOptions, NormKind, Packing
+from verbatim.kernels.options import Activation, AttentionOptions, NormKind
+from verbatim.kernels.packing import Encoding, Packing, WeightPacking
 from verbatim.kernels.triton import (
     attention,
     elementwise,
@@ -27,14 +28,11 @@ from verbatim.kernels.triton import (
     rope,
     sampling,
 )
-from verbatim.kv.quantized import PACKINGS
-from verbatim.model.quantization import Quantization
-from verbatim.model.quantize import layout_of
-from verbatim.model.weight_packing import Encoding, WeightPacking
+from verbatim.quantization.formats import KV_PACKINGS, Quantization
 
 
 class NoDevice:
-    """What the compiler asks a driver for."""
+    """A driver with the methods that the compiler calls."""
 
     def get_current_device(self) -> int:
         return 0
@@ -91,7 +89,7 @@ def attend(
 
 
 def recur(tokens: int, sequences: int, dtype: torch.dtype) -> None:
-    """A convolution in `dtype` and, with float32, the delta rule; else a recurrence of Mamba's shape."""
+    """Run a convolution in `dtype`, and the delta rule (in float32) or a recurrence of Mamba's shape."""
     starts = torch.zeros(sequences + 1, dtype=torch.int32)
     rows = starts[1:].clone()
     at = starts, rows, rows, rows
@@ -99,7 +97,7 @@ def recur(tokens: int, sequences: int, dtype: torch.dtype) -> None:
     recurrence.causal_conv(x, weight, None, torch.empty(9, 3, 300, dtype=dtype), at)
     delta = dtype is torch.float32
     key_heads, heads, depth, width = (16, 32, 128, 128) if delta else (1, 300, 16, 1)
-    # Not aligned, as a part of a single row may be.
+    # Unaligned, like a slice of a single row may be.
     k = torch.empty(tokens * key_heads * depth + tokens)[tokens:].view(tokens, key_heads, depth)
     v, rate = torch.empty(tokens, heads, width), torch.empty(tokens, heads)
     decay = rate if delta else torch.empty(tokens, heads, depth)
@@ -108,27 +106,25 @@ def recur(tokens: int, sequences: int, dtype: torch.dtype) -> None:
 
 
 def decode(tokens: int, dtype: torch.dtype, encoding: Encoding, bits: int) -> None:
-    packing = WeightPacking((512, 256), dtype, Quantization(bits), encoding=encoding)
+    packing = WeightPacking((512, 256), dtype, Packing(bits, 64, encoding))
     data = torch.empty(packing.nbytes, dtype=torch.uint8)
-    layout = layout_of(packing, torch.device("cpu"))
     x, out = torch.empty(tokens, 256, dtype=dtype), torch.empty(tokens, 512, dtype=dtype)
     for tile in linear.TILES[1:2] if dtype is torch.bfloat16 else [linear.WIDE]:
-        linear.multiply(x, data, None, out, tile, layout=layout)
-    packed.unpack(data, layout, torch.arange(3))
+        linear.multiply(x, data, None, out, tile, packing=packing)
+    packed.unpack(data, packing, torch.arange(3))
 
 
 def multiply_codes(tokens: int, dtype: torch.dtype, bits: int) -> None:
-    packing = WeightPacking((512, 256), dtype, Quantization(bits, activation_bits=8))
-    layout = layout_of(packing, torch.device("cpu"))
+    packing = Quantization(bits, activation_bits=8).packing((512, 256), dtype)
     data = torch.empty(packing.nbytes, dtype=torch.uint8)
-    integers.linear(torch.empty(tokens, 256, dtype=dtype), data, layout)
+    integers.linear(torch.empty(tokens, 256, dtype=dtype), data, packing)
 
 
 for dtype in (torch.bfloat16, torch.float32):
     weight, z = torch.empty(512, 256, dtype=dtype), torch.zeros(5, dtype=torch.int64)
     for tokens, sequences in ((1, 1), (4, 4), (77, 3)):
         label = f"{tokens}x{sequences}"
-        for packing in (None, *PACKINGS.values()):
+        for packing in (None, *KV_PACKINGS.values()):
             attend(tokens, sequences, dtype, packing=packing)
         x, out = torch.empty(tokens, 256, dtype=dtype), torch.empty(tokens, 512, dtype=dtype)
         for tile in linear.TILES if dtype is torch.bfloat16 else [linear.WIDE]:
@@ -145,9 +141,9 @@ for dtype in (torch.bfloat16, torch.float32):
     label = "once"
     norm.rms_norm(weight, weight[0], 1e-6, NormKind.ROUNDED, residual=weight)
     heads, angles = torch.empty(5, 8, 64, dtype=dtype), torch.empty(5, 64, dtype=dtype)
-    for packing in (None, *PACKINGS.values()):
+    for packing in (None, *KV_PACKINGS.values()):
         store = stored(4, 64, dtype, packing)
         rope.rope_and_write(heads, heads, heads, angles, angles, store, store, z, packing)
     elementwise.activate(weight, Activation.SILU, weight)
-    with suppress(ValueError):  # nothing ran, so what it reads back is whatever memory held
+    with suppress(ValueError):  # nothing ran, so the result is uninitialized memory
         sampling.draw(torch.zeros(5, 1000, dtype=dtype), z, z, z, z, torch.ones(5), z)

@@ -1,4 +1,4 @@
-"""Where Triton's kernels run in these tests: on a GPU, or under the interpreter on the CPU."""
+"""The device of Triton's kernels in tests: a GPU, or the CPU with Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Toys of models of images and sound around a language model."""
+"""Toys of multimodal models: a language model with an image or audio encoder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CLIP = dict(VISION, model_type="clip_vision_model")
 _SIGLIP = dict(VISION, model_type="siglip_vision_model")
 _LLAMA, _QWEN2, _COHERE2 = (dict(TEXT, model_type=x) for x in ("llama", "qwen2", "cohere2"))
 
-PLACEHOLDER = 7  # stands for an image, or a piece of one
+PLACEHOLDER = 7  # the id of an image, or of a piece of one
 SETTINGS: dict[str, dict[str, Any]] = {
     "aya_vision": dict(text_config=_COHERE2, vision_config=_SIGLIP),
     "cohere2_vision": dict(text_config=_COHERE2, vision_config=_SIGLIP),
@@ -67,13 +67,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# Why the others are refused: a part of the message.
+# Part of the message with which a wrapper is refused.
 REFUSED = {"paligemma": "later tokens"}
 SUPPORTED = [name for name in SETTINGS if name not in REFUSED]
 
 
 def make_wrapper(name: str) -> Any:
-    """The toy of a wrapper, by `model_type`, with `PLACEHOLDER` as the id of an image."""
+    """Return the toy of a wrapper, by `model_type`, with `PLACEHOLDER` as the image token id."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES

@@ -1,4 +1,4 @@
-"""Beam search, held equal to transformers' own on a scripted model that costs nothing."""
+"""Beam search, compared with transformers' own on a cheap scripted model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from transformers.modeling_outputs import CausalLMOutput
 
 from verbatim.batch import Candidate
-from verbatim.beam import BeamSearch
+from verbatim.engine.beams import BeamSearch
+from verbatim.params import SamplingParams
 
 WIDTHS = (2, 3, 4, 6)
 PENALTIES = (-1.0, 0.0, 0.7, 1.0, 2.0)
@@ -32,7 +33,7 @@ EARLY = (False, True, "never")
 
 
 class Scripted(PreTrainedModel, GenerationMixin):
-    """Logits from the last two ids and the length; any two histories that differ soon tell."""
+    """Logits depend on the last two ids and the length, so different histories soon get different logits."""
 
     config_class = PretrainedConfig
 
@@ -45,7 +46,7 @@ class Scripted(PreTrainedModel, GenerationMixin):
             torch.randn(rows, vocab, generator=draws) for rows in (vocab, vocab, 8)
         )
         with torch.no_grad():
-            self.tables[0][:, list(likely)] += bias  # ends of sequence that are met often
+            self.tables[0][:, list(likely)] += bias  # make ends of sequence likely
 
     def forward(self, input_ids: Tensor, **_: Any) -> CausalLMOutput:
         last, before, length = self.tables
@@ -55,7 +56,7 @@ class Scripted(PreTrainedModel, GenerationMixin):
 
 @dataclass
 class Path:
-    """A beam as the simplest caller keeps it."""
+    """A minimal state of a beam."""
 
     ids: tuple[int, ...] = ()
     finished: bool = False
@@ -64,7 +65,7 @@ class Path:
 
 @dataclass
 class Case:
-    """One search, for both sides."""
+    """One beam search, for both implementations."""
 
     model: Any
     prompt: list[int]
@@ -74,10 +75,8 @@ class Case:
     length_penalty: float = 1.0
     early_stopping: bool | str = False
     repetition_penalty: float = 1.0
-    more_stops: frozenset[int] = (
-        frozenset()
-    )  # that transformers knows through a criterion of its own
-    allowed: dict[int, list[int]] = field(default_factory=dict)  # by the last id; empty allows all
+    more_stops: frozenset[int] = frozenset()  # passed to transformers as a stopping criterion
+    allowed: dict[int, list[int]] = field(default_factory=dict)  # by the last id; empty: all
 
     @property
     def processors(self) -> LogitsProcessorList:
@@ -100,7 +99,7 @@ class OneOf(StoppingCriteria):
 
 
 def transformers_beams(case: Case) -> list[tuple[tuple[int, ...], float]]:
-    """Ids and score of what transformers finds, without the placeholders and copies near -1e9."""
+    """Ids and scores of transformers' hypotheses, without placeholders and copies (near -1e9)."""
     ids = torch.tensor([case.prompt])
     out = case.model.generate(
         ids,
@@ -122,7 +121,7 @@ def transformers_beams(case: Case) -> list[tuple[tuple[int, ...], float]]:
     lengths = (out.beam_indices >= 0).sum(1).tolist()
     rows = out.sequences[:, len(case.prompt) :].tolist()
     found = zip(rows, lengths, out.sequences_scores.tolist(), strict=True)
-    # The penalty makes a placeholder of many tokens look better than it is: the sum tells.
+    # The length penalty improves the score of long placeholders; the sum of log-probs identifies them.
     return [
         (tuple(row[:length]), score)
         for row, length, score in found
@@ -130,13 +129,15 @@ def transformers_beams(case: Case) -> list[tuple[tuple[int, ...], float]]:
     ]
 
 
-def searched(case: Case) -> BeamSearch[Path]:
-    """The same with `BeamSearch`, by plain forwards of whole rows."""
+def searched(case: Case) -> BeamSearch:
+    """Run the case with `BeamSearch` and full forwards, without a KV cache."""
     search = BeamSearch(
         Path(),
-        num_beams=case.num_beams,
-        length_penalty=case.length_penalty,
-        early_stopping=case.early_stopping,
+        SamplingParams(
+            num_beams=case.num_beams,
+            length_penalty=case.length_penalty,
+            early_stopping=case.early_stopping,
+        ),
         num_eos=len(case.eos),
         max_tokens=case.max_tokens,
     )
@@ -178,7 +179,7 @@ def assert_equal_to_transformers(case: Case) -> BeamSearch[Path]:
     return search
 
 
-# -- transformers is the oracle ----------------------------------------------------------------------
+# -- compared with transformers ----------------------------------------------------------------------
 
 
 @st.composite
@@ -210,27 +211,27 @@ def cases(draw: Any, *, narrow: bool = False, more_stops: bool = False) -> Case:
 
 @settings(max_examples=150)
 @given(case=cases())
-def test_scripted_searches_find_transformers_hypotheses(case: Case) -> None:
+def test_beam_search_finds_the_same_hypotheses_as_transformers(case: Case) -> None:
     search = assert_equal_to_transformers(case)
     assert len(search.finished) == case.num_beams
 
 
 @settings(max_examples=60)
 @given(case=cases(more_stops=True))
-def test_stops_that_leave_too_few_beams_find_transformers_hypotheses(case: Case) -> None:
+def test_hypotheses_match_transformers_when_stops_leave_too_few_beams(case: Case) -> None:
     assert_equal_to_transformers(case)
 
 
 @settings(max_examples=60)
 @given(case=cases(narrow=True))
-def test_bans_that_leave_few_candidates_find_transformers_hypotheses(case: Case) -> None:
-    """All that is real in transformers' answer; what it fills the gaps with is left out."""
+def test_hypotheses_match_transformers_when_few_candidates_are_allowed(case: Case) -> None:
+    """Only real hypotheses of transformers are compared, not its placeholders."""
     search = assert_equal_to_transformers(case)
     found = [beam.ids for beam in search.finished]
     assert len(set(found)) == len(found)
 
 
-# -- what follows from the definition ----------------------------------------------------------------
+# -- by hand -----------------------------------------------------------------------------------------
 
 
 def row(*scores: float, first: int = 0) -> list[Candidate]:
@@ -238,18 +239,17 @@ def row(*scores: float, first: int = 0) -> list[Candidate]:
     return [Candidate(first + i, score, score) for i, score in enumerate(scores)]
 
 
-def search_of(num_beams: int = 2, **changes: Any) -> BeamSearch[Path]:
-    options: dict[str, Any] = dict(
-        length_penalty=1.0, early_stopping=False, num_eos=1, max_tokens=9
-    )
-    return BeamSearch(Path(), num_beams=num_beams, **{**options, **changes})
+def search_of(
+    num_beams: int = 2, *, num_eos: int = 1, max_tokens: int = 9, **params: Any
+) -> BeamSearch:
+    return BeamSearch(Path(), SamplingParams(num_beams=num_beams, **params), num_eos, max_tokens)
 
 
 def ends_at(*ends: int) -> Any:
     return lambda path, c: Path((*path.ids, c.token_id), c.token_id in ends)
 
 
-def test_equal_scores_keep_the_order_of_parents_and_rows() -> None:
+def test_tied_beams_keep_the_order_of_parents_and_candidates() -> None:
     search = search_of(3)
     search.advance([row(-1.0, -1.0, -1.0, -1.0)], ends_at())
     assert [beam.ids for beam in search.live] == [(0,), (1,), (2,)]
@@ -257,7 +257,7 @@ def test_equal_scores_keep_the_order_of_parents_and_rows() -> None:
     assert [beam.ids for beam in search.live] == [(1, 0), (0, 0), (0, 1)]
 
 
-def test_equal_hypotheses_keep_the_earlier_one() -> None:
+def test_tied_hypotheses_are_returned_earliest_first() -> None:
     search = search_of(2, early_stopping="never", length_penalty=0.0)
     search.advance([row(-2.0, -1.0 - 1.0, -3.0)], ends_at(0))
     search.advance([row(-0.0, -1.0), row(-1.0, -1.0)], ends_at(0))
@@ -277,7 +277,7 @@ def test_equal_hypotheses_keep_the_earlier_one() -> None:
         ("never", -1.0, -6.0, False),  # and beats -6; longer ones are worse
     ],
 )
-def test_when_a_search_is_over(
+def test_search_end_by_early_stopping_and_length_penalty(
     early: bool | str, length_penalty: float, worst: float, over: bool
 ) -> None:
     search = search_of(2, early_stopping=early, length_penalty=length_penalty)
@@ -290,22 +290,22 @@ def test_when_a_search_is_over(
     assert bool(search.live) is not over
 
 
-def test_a_live_beam_that_would_only_equal_the_worst_ends_the_search() -> None:
+def test_search_ends_when_live_beam_can_only_tie_the_worst_hypothesis() -> None:
     search = search_of(1)
     search.advance([row(-1.0, -1.0)], ends_at(0))
     assert search.over
 
 
-def test_states_are_made_only_for_what_goes_on_or_ends() -> None:
-    made = []
+def test_beam_states_are_created_only_for_kept_candidates() -> None:
+    created = []
     search = search_of(2)
     search.advance(
-        [row(-1.0, -2.0, -3.0, -4.0)], lambda p, c: made.append(c) or Path((c.token_id,))
+        [row(-1.0, -2.0, -3.0, -4.0)], lambda p, c: created.append(c) or Path((c.token_id,))
     )
-    assert [c.token_id for c in made] == [0, 1]
+    assert [c.token_id for c in created] == [0, 1]
 
 
-def test_a_cut_search_hands_out_its_beams_as_they_stand() -> None:
+def test_cut_search_returns_live_beams_as_hypotheses() -> None:
     search = search_of(2)
     search.advance([row(-1.0, -6.0, -7.0, -8.0)], ends_at(1))
     search.advance([row(-1.0, -20.0), row(-30.0)], ends_at())
@@ -322,7 +322,9 @@ def test_a_cut_search_hands_out_its_beams_as_they_stand() -> None:
 
 
 @pytest.mark.parametrize("length_penalty", [-100.0, 100.0])
-def test_extreme_penalties_stay_finite_and_keep_their_sense(length_penalty: float) -> None:
+def test_extreme_length_penalties_stay_finite_and_keep_their_direction(
+    length_penalty: float,
+) -> None:
     search = search_of(2, length_penalty=length_penalty, max_tokens=2**17, early_stopping="never")
     search.advance([row(-1.0, -2.0, -3.0)], ends_at(0))
     for _ in range(3000):

@@ -1,4 +1,4 @@
-"""Numbers of numpy and torch that are given for Python's."""
+"""Checks of arguments: NumPy and torch scalars, and amounts of memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from verbatim.checks import budget, memory_bytes
+from verbatim.common.checks import budget, memory_bytes
 from verbatim.errors import InvalidRequest
 from verbatim.model.early_exit import EarlyExit
 from verbatim.placement.distributed.choice import Cluster, PipelineParallel, TensorParallel
@@ -29,7 +29,7 @@ MAKES: dict[str, tuple[Callable[..., Any], str]] = {
 
 @pytest.mark.parametrize("case", MAKES)
 @pytest.mark.parametrize("number", [np.int64(2), torch.tensor(2)], ids=["numpy", "torch"])
-def test_settings_keep_numbers_as_those_of_python(case: str, number: Any) -> None:
+def test_settings_convert_numpy_and_torch_scalars_to_python_numbers(case: str, number: Any) -> None:
     make, names = MAKES[case]
     for name in names.split():
         of_seconds = name.endswith("_s")
@@ -50,7 +50,9 @@ def test_settings_keep_numbers_as_those_of_python(case: str, number: Any) -> Non
         *((odd, "must be bytes", "must be bytes") for odd in ("x", "5 QB", "", 2.5, True, None)),
     ],
 )
-def test_amounts_of_memory(value: Any, of_memory: int | str, of_a_budget: int | str) -> None:
+def test_memory_amounts_are_parsed_or_rejected(
+    value: Any, of_memory: int | str, of_a_budget: int | str
+) -> None:
     for read, expected in (
         (partial(memory_bytes, total=10_000), of_memory),
         (partial(budget, "keep"), of_a_budget),

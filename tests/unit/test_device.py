@@ -1,4 +1,4 @@
-"""`LLM(device=...)`: what is accepted, and what is refused by name."""
+"""`LLM(device=...)`: which devices are accepted, and which are rejected."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from support.toys import make_toy
 from verbatim import LLM, InvalidRequest, NotSupported
-from verbatim.device import CPU, Device, resolve_device
 from verbatim.kernels import numerics_key
-from verbatim.model.packed import moved_to, placeholder
+from verbatim.model.device import CPU, Device, resolve_device
+from verbatim.model.quantized import moved_to, placeholder
 
 
-def test_auto_is_the_cpu_and_a_live_module_stays_where_it_is() -> None:
+def test_auto_device_is_the_cpu_also_for_a_live_cpu_module() -> None:
     assert resolve_device("auto", "auto") == resolve_device("cpu", True) == CPU
     assert resolve_device("auto", "auto", make_toy("llama")) == CPU
 
@@ -30,7 +30,7 @@ def test_auto_is_the_cpu_and_a_live_module_stays_where_it_is() -> None:
         ("cpu", 1, InvalidRequest, "deterministic=1"),
     ],
 )
-def test_what_is_no_device_is_refused(
+def test_invalid_device_or_deterministic_value_is_rejected(
     device: Any, deterministic: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -38,14 +38,16 @@ def test_what_is_no_device_is_refused(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_reason_is_told() -> None:
+def test_cuda_device_without_a_gpu_is_rejected_with_the_reason() -> None:
     with pytest.raises(
         NotSupported, match=r"device='cuda:1': no GPU: torch .*(sees none|without CUDA)"
     ):
         LLM(device="cuda:1")
 
 
-def test_a_live_module_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moving_a_live_module_and_missing_gpu_index_are_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module = make_toy("llama")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -55,7 +57,7 @@ def test_a_live_module_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_device("cuda:2", "auto")
 
 
-def test_the_processes_of_a_machine_take_its_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_machine_get_gpus_round_robin(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Device(torch.device("cuda", 1), batch_invariant=True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     found = [gpu.nth(number) for number in range(4)]
@@ -67,7 +69,7 @@ def test_the_processes_of_a_machine_take_its_gpus_in_turn(monkeypatch: pytest.Mo
         gpu.nth(0)
 
 
-def test_a_weight_without_memory_gets_none_on_a_device() -> None:
+def test_moving_a_placeholder_weight_allocates_no_memory() -> None:
     weight, meta = torch.ones(1000, 1000), torch.device("meta")
     moved = moved_to(placeholder(weight), meta)
     assert moved.shape == weight.shape
@@ -76,7 +78,7 @@ def test_a_weight_without_memory_gets_none_on_a_device() -> None:
     assert moved_to(placeholder(weight), CPU.torch).isnan().all()
 
 
-def test_the_numerics_key_names_the_gpu_and_the_mode() -> None:
+def test_numerics_key_depends_on_gpu_mode_and_quantization() -> None:
     keys = {
         numerics_key("bfloat16", "bfloat16", packed, {"name": name, "deterministic": deterministic})
         for name in ("NVIDIA H200", "NVIDIA L4")

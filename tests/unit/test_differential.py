@@ -1,13 +1,14 @@
-"""The comparison that fast paths are held to."""
+"""`differential_check`, which compares fast paths with plain ones."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from verbatim.model.differential import bit_equal, differential_check, largest_error
 
 
-def test_equal_is_bit_for_bit() -> None:
+def test_bit_equal_compares_bits_dtype_and_shape() -> None:
     one = torch.tensor([1.0, 0.0, torch.nan])
     assert bit_equal(one, one.clone())
     assert not bit_equal(one, torch.tensor([1.0, -0.0, torch.nan]))
@@ -16,7 +17,15 @@ def test_equal_is_bit_for_bit() -> None:
     assert bit_equal(torch.arange(3), torch.arange(3))
 
 
-def test_the_first_difference_is_told_with_its_case_and_place() -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn]
+)
+def test_bit_equal_distinguishes_zeros_and_matches_nan_in_every_dtype(dtype: torch.dtype) -> None:
+    zero, nan = (torch.tensor([number]).to(dtype) for number in (0.0, torch.nan))
+    assert bit_equal(nan, nan.clone()) and not bit_equal(zero, torch.tensor([-0.0]).to(dtype))
+
+
+def test_first_difference_is_reported_with_its_case_and_place() -> None:
     calls: list[int] = []
 
     def ours(case: int) -> list[torch.Tensor]:
@@ -29,11 +38,11 @@ def test_the_first_difference_is_told_with_its_case_and_place() -> None:
     assert differential_check(ours, theirs, [0, 1]) is None
     found = differential_check(ours, theirs, [1, 2, 3])
     assert found is not None and (found.case, found.place) == (2, 1)
-    assert largest_error(found.ours, found.theirs) == 1.0
-    assert calls == [0, 1, 1, 2]  # nothing is computed behind it
+    assert largest_error(found.actual, found.expected) == 1.0
+    assert calls == [0, 1, 1, 2]  # no case after the first difference is computed
 
 
-def test_a_looser_comparison_is_the_callers() -> None:
+def test_caller_can_pass_a_looser_comparison() -> None:
     def apart(_: None) -> list[torch.Tensor]:
         return [torch.full((2,), 1e-6)]
 

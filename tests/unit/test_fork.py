@@ -1,4 +1,4 @@
-"""Forked children: an error that names spawn in place of a wait without end. Each case in a fresh process."""
+"""Forked processes raise an error instead of hanging. Each case runs in a fresh process."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ print("parent goes on")
         ("thread", "EngineClosed an LLM was opened before"),
     ],
 )
-def test_a_forked_child_does_not_hang(case: str, said: str) -> None:
-    told = run_program("-W", "ignore", "-c", PROGRAM, case)
-    assert said in told, told
-    assert case == "before" or "parent goes on" in told, told
+def test_llm_in_forked_child_does_not_hang(case: str, said: str) -> None:
+    output = run_program("-W", "ignore", "-c", PROGRAM, case)
+    assert said in output, output
+    assert case == "before" or "parent goes on" in output, output

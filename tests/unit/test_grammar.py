@@ -1,4 +1,4 @@
-"""Structured outputs: what a walk through the masks spells fits the structure; what can't is refused."""
+"""Structured outputs: texts that the masks allow fit the structure; unsupported ones are rejected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from verbatim.text.detokenizer import Detokenizer
 from verbatim.text.tokenizer import Tokenizer
 
 EOS = frozenset({0, 2})
-V = 2080  # of a model that is wider than its tokenizer
+V = 2080  # logits of a model; more than its tokenizer has ids
 
 
 @cache
@@ -50,7 +50,7 @@ def allowed(mask: Tensor) -> list[int]:
 def walk(
     state: StructureState, rng: random.Random, vocabulary: Vocabulary, limit: int = 300
 ) -> list[int] | None:
-    """Ids of a random completion without its end of sequence; None if it would not end."""
+    """Ids of a random completion without its end of sequence; None if it has no end within `limit`."""
     ids: list[int] = []
     while len(ids) < limit:
         options = allowed(state.mask())
@@ -66,7 +66,7 @@ def walk(
 
 
 def texts(structure: dict[str, Any], count: int, seed: int = 0) -> list[str]:
-    """Completed walks' texts, as the engine would give them."""
+    """Decoded texts of the walks that ended."""
     rng = random.Random(seed)
     walks = [walk(start(**structure), rng, compiler().vocabulary) for _ in range(count)]
     return [tokenizer().decode(ids) for ids in walks if ids is not None]
@@ -90,7 +90,7 @@ def push_last(state: StructureState, count: int) -> None:
 
 
 def takes(text: str, **structure: Any) -> bool:
-    """Whether a text is one of the structure's."""
+    """Whether the structure accepts a text."""
     state = start(**structure)
     try:
         spell(state, text)
@@ -113,17 +113,17 @@ def check_documents(schema: Any, count: int, seed: int) -> int:
 
 
 @pytest.mark.parametrize("schema", BY_HAND, ids=lambda schema: json.dumps(schema)[:40])
-def test_walks_through_a_schema_end_in_documents_that_validate(schema):
+def test_random_walks_through_schema_masks_yield_valid_documents(schema):
     assert check_documents(schema, 12, seed=1) >= 6
 
 
-def test_walks_through_random_schemas_end_in_documents_that_validate():
+def test_random_walks_through_random_schemas_yield_valid_documents():
     rng = random.Random(5)
     assert sum(check_documents(random_schema(rng), 3, seed) for seed in range(40)) > 60
 
 
 @pytest.mark.slow
-def test_walks_through_very_many_random_schemas_end_in_documents_that_validate():
+def test_random_walks_through_many_random_schemas_yield_valid_documents():
     rng = random.Random(6)
     assert sum(check_documents(random_schema(rng, 3), 4, seed) for seed in range(600)) > 1200
 
@@ -132,7 +132,7 @@ DOCUMENT = {"a": [1, {"b": "c"}]}
 ITS_SCHEMA = {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}
 
 
-def test_a_document_is_compact():
+def test_json_allows_no_extra_whitespace_by_default():
     for separators in ((",", ":"), (", ", ": "), (", ", ":")):
         assert takes(json.dumps(DOCUMENT, separators=separators), json_schema=ITS_SCHEMA)
     for text in (
@@ -146,7 +146,7 @@ def test_a_document_is_compact():
         assert not takes(text, json_schema=ITS_SCHEMA)
 
 
-def test_a_document_may_be_indented_where_any_whitespace_is_allowed():
+def test_any_whitespace_allows_indented_json():
     structure = dict(json_schema=ITS_SCHEMA, any_whitespace=True)
     for indent in (None, 1, 2, 4, "\t"):
         assert takes(json.dumps(DOCUMENT, indent=indent), **structure)
@@ -162,21 +162,21 @@ def test_a_document_may_be_indented_where_any_whitespace_is_allowed():
         assert not takes(text, **structure)
 
 
-def test_a_schema_within_a_grammar_is_as_compact_as_one_alone():
+def test_schema_embedded_in_grammar_follows_the_same_whitespace_rules():
     text = json.dumps(ITS_SCHEMA)
-    loose = json.dumps(ITS_SCHEMA | {"x-guidance": {"whitespace_flexible": True}})
-    shut = json.dumps(DOCUMENT, separators=(",", ":"))
+    flexible = json.dumps(ITS_SCHEMA | {"x-guidance": {"whitespace_flexible": True}})
+    compact = json.dumps(DOCUMENT, separators=(",", ":"))
     for before, begin in (("", ""), ('"%json {" ', "%json {"), ('/%json \\{x/ "/" ', "%json {x/")):
         grammar = f"// %json {{}}\nstart: {before}%json {text} | b\nb: %json {text}"
-        assert takes(begin + shut, grammar=grammar)
+        assert takes(begin + compact, grammar=grammar)
         assert not takes(begin + json.dumps(DOCUMENT, indent=1), grammar=grammar)
-    assert takes(json.dumps(DOCUMENT, indent=1), grammar=f"start: %json {loose}")
+    assert takes(json.dumps(DOCUMENT, indent=1), grammar=f"start: %json {flexible}")
     assert takes(
         json.dumps(DOCUMENT, indent=1), grammar=f"start: %json {text}", any_whitespace=True
     )
 
 
-def test_no_key_can_be_another_one_in_disguise():
+def test_escaped_property_name_cannot_bypass_its_schema():
     schema = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
     assert takes('{"b":"x"}', json_schema=schema)
     assert not takes('{"\\u0061":"x"}', json_schema=schema)
@@ -220,7 +220,7 @@ REFUSED_SCHEMAS: list[tuple[Any, str]] = [
     ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength"),
     ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "incompatible types"),
     ({"type": "object", "required": ["a"], "properties": {"a": False}}, "'a' is unsatisfiable"),
-    ({"$ref": "#"}, "no text fits"),
+    ({"$ref": "#"}, "no valid continuation"),
     ({"type": "nonsense"}, "Invalid type"),
 ]
 
@@ -228,7 +228,7 @@ REFUSED_SCHEMAS: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(
     ("schema", "reason"), REFUSED_SCHEMAS, ids=lambda case: json.dumps(case)[:30]
 )
-def test_a_schema_that_can_not_be_promised_is_refused_by_name(schema, reason):
+def test_unsupported_or_unsatisfiable_schema_is_rejected_with_the_reason(schema, reason):
     with pytest.raises(InvalidRequest, match=f"^json_schema.*{reason}") as raised:
         start(json_schema=schema)
     assert "\n" not in str(raised.value)
@@ -250,13 +250,13 @@ def test_a_schema_that_can_not_be_promised_is_refused_by_name(schema, reason):
         "a*",
     ],
 )
-def test_walks_through_a_regex_match_it_whole(regex):
+def test_random_walks_through_regex_masks_match_the_whole_regex(regex):
     done = texts({"regex": regex}, 15)
     assert len(done) == 15
     assert all(re.fullmatch(regex, text) for text in done)
 
 
-def test_every_choice_can_be_reached_and_nothing_else():
+def test_choice_masks_allow_every_choice_and_nothing_else():
     choices = [
         "yes",
         "yes sir",
@@ -273,7 +273,7 @@ def test_every_choice_can_be_reached_and_nothing_else():
     assert not takes("ye", choice=choices)
 
 
-def test_a_lark_grammar_with_recursion_is_kept_to():
+def test_walks_through_recursive_lark_grammar_yield_valid_expressions():
     source = 'start: expr\nexpr: term ("+" term)*\nterm: /[0-9]{1,2}/ | "(" expr ")"'
     done = texts({"grammar": source}, 20)
     assert len(done) > 10
@@ -286,30 +286,30 @@ def test_a_lark_grammar_with_recursion_is_kept_to():
         ({"regex": "(a"}, "unclosed group"),
         ({"regex": "(?=a)b"}, "look-around"),
         ({"regex": r"(a)\1"}, "backreferences"),
-        ({"regex": r"[^\x00-\x{10ffff}]"}, "no text fits"),
+        ({"regex": r"[^\x00-\x{10ffff}]"}, "no valid continuation"),
         ({"regex": "\ud800"}, "surrogate"),
         ({"choice": ["a", "\ud800"]}, "surrogate"),
         ({"grammar": "start: nowhere"}, "unknown name"),
-        ({"grammar": "start: start"}, "no text fits"),
+        ({"grammar": "start: start"}, "no valid continuation"),
         ({"grammar": 'start[temperature=0.5]: "a"'}, "temperature"),
         ({"grammar": "start: <nosuch>"}, "unknown special token"),
     ],
 )
-def test_a_structure_that_can_not_be_read_is_refused_with_the_reason(structure, reason):
+def test_invalid_regex_choice_or_grammar_is_rejected_with_the_reason(structure, reason):
     with pytest.raises(InvalidRequest, match=f"^{next(iter(structure))}: .*{reason}"):
         start(**structure)
 
 
-def test_a_grammar_that_leads_nowhere_fails_the_request_where_it_ends():
+def test_grammar_dead_end_fails_the_request_when_reached():
     state = start(grammar='start: "a" x\nx: x "b"')
-    with pytest.raises(RequestFailed, match="no text fits it from here on"):
+    with pytest.raises(RequestFailed, match="no valid continuation exists"):
         push_last(state, 3)
 
 
 # ---- states -----------------------------------------------------------------------------------------
 
 
-def test_all_ends_of_sequence_are_allowed_where_the_structure_may_end_and_only_there():
+def test_all_eos_ids_are_allowed_exactly_where_the_structure_may_end():
     state = start(choice=["yes", "yes sir"])
     assert not EOS & set(allowed(state.mask()))
     assert not spell(state, "yes")
@@ -319,7 +319,7 @@ def test_all_ends_of_sequence_are_allowed_where_the_structure_may_end_and_only_t
     assert state.push(2)  # nothing follows an end of sequence
 
 
-def test_without_ends_of_sequence_a_complete_structure_says_that_nothing_can_follow():
+def test_without_eos_ids_structure_is_complete_when_nothing_can_follow():
     state = start(ends=False, choice=["yes", "yes sir"])
     assert not spell(state, "yes")
     assert not EOS & set(allowed(state.mask()))
@@ -331,7 +331,7 @@ def test_without_ends_of_sequence_a_complete_structure_says_that_nothing_can_fol
         start(ends=False, regex="(?:)")
 
 
-def test_ids_without_a_text_and_special_tokens_are_never_allowed():
+def test_masks_exclude_special_tokens_and_ids_without_text():
     for structure in ({"regex": "(?s:.*)"}, {"json_schema": True}):
         state = start(**structure)
         for _ in range(3):
@@ -343,7 +343,7 @@ def test_ids_without_a_text_and_special_tokens_are_never_allowed():
 
 
 @pytest.mark.parametrize("width", [40, 64, 300, 2047, 2048, 2049])
-def test_a_model_may_have_fewer_or_more_logits_than_the_tokenizer_has_ids(width):
+def test_masks_fit_models_with_fewer_or_more_logits_than_tokenizer_ids(width):
     state = GrammarCompiler(tokenizer(), width, frozenset({0, 5000})).start(
         SamplingParams(regex="(?s:.*)"), ends=True
     )
@@ -352,7 +352,7 @@ def test_a_model_may_have_fewer_or_more_logits_than_the_tokenizer_has_ids(width)
     assert 0 in allowed(state.mask())
 
 
-def test_a_mask_is_kept_for_a_state_and_never_written_to_again():
+def test_mask_of_a_state_is_cached_and_never_modified():
     state = start(json_schema=TREE)
     masks, copies = [], []
     for _ in range(12):
@@ -363,7 +363,21 @@ def test_a_mask_is_kept_for_a_state_and_never_written_to_again():
     assert all(map(torch.equal, masks, copies))
 
 
-def test_forks_go_their_own_ways_and_the_same_ids_give_the_same_masks():
+def test_structure_stays_cached_while_another_request_starts_with_it(monkeypatch):
+    own, params = GrammarCompiler(tokenizer(), V, EOS), SamplingParams(json_schema=TREE)
+    own.start(params, ends=True)
+    cached, mask = [], StructureState.mask
+
+    def recorded(state: StructureState) -> Tensor:
+        cached.append(own.is_cached(params))
+        return mask(state)
+
+    monkeypatch.setattr(StructureState, "mask", recorded)
+    own.start(params, ends=True)
+    assert cached == [True]
+
+
+def test_forked_states_are_independent_and_same_ids_give_same_masks():
     rng = random.Random(3)
     state = start(json_schema=TREE)
     ids: list[int] = []
@@ -372,7 +386,7 @@ def test_forks_go_their_own_ways_and_the_same_ids_give_the_same_masks():
         masks.append(state.mask())
         fork = state.fork()
         assert torch.equal(fork.mask(), masks[-1])
-        walk(fork, rng, compiler().vocabulary, limit=4)  # must not move the one it came from
+        walk(fork, rng, compiler().vocabulary, limit=4)  # must not advance the original
         options = [i for i in allowed(masks[-1]) if i not in EOS]
         if not options:
             break
@@ -382,19 +396,19 @@ def test_forks_go_their_own_ways_and_the_same_ids_give_the_same_masks():
     for token_id, mask in zip(ids, masks, strict=False):
         assert torch.equal(fresh.mask(), mask)
         fresh.push(token_id)
-    blind = start(json_schema=TREE)
-    for token_id in ids:  # masks not asked for in between
-        blind.push(token_id)
-    assert torch.equal(blind.mask(), fresh.mask())
+    unmasked = start(json_schema=TREE)
+    for token_id in ids:  # without computing masks in between
+        unmasked.push(token_id)
+    assert torch.equal(unmasked.mask(), fresh.mask())
 
 
-def test_a_token_outside_of_the_structure_is_an_error_of_ours():
+def test_pushing_a_disallowed_token_raises_assertion_error():
     state = start(regex="a")
-    with pytest.raises(AssertionError, match="does not fit"):
+    with pytest.raises(AssertionError, match="is not allowed"):
         state.push(tokenizer().encode_fragment("b")[0][0])
 
 
-def test_a_limit_of_llguidance_fails_the_request_and_names_it():
+def test_exceeding_an_llguidance_limit_fails_the_request():
     small = GrammarCompiler(tokenizer(), V, EOS)
     small._limits = grammar.LLParserLimits(max_lexer_states=60, verbose_errors=False)
     state = small.start(SamplingParams(regex="(a|b)*c(a|b){400}"), ends=True)
@@ -402,7 +416,7 @@ def test_a_limit_of_llguidance_fails_the_request_and_names_it():
         push_last(state, 100)
 
 
-def test_compiled_structures_are_bounded():
+def test_cache_of_compiled_structures_is_bounded():
     own = GrammarCompiler(tokenizer(), V, EOS)
     for number in range(grammar.MAX_COMPILED + 5):
         own.start(SamplingParams(regex=f"a{{{number + 1}}}"), ends=True)
@@ -418,7 +432,7 @@ def test_compiled_structures_are_bounded():
 @pytest.mark.parametrize(
     "kind", ["byte_level", "byte_fallback", "byte_fallback_unstripped", "metaspace"]
 )
-def test_the_text_fits_by_every_kind_of_tokenizer_at_the_beginning_and_after_a_prompt(kind):
+def test_detokenized_text_fits_the_structure_with_every_kind_of_tokenizer(kind):
     toy = toy_tokenizers.EXACT[kind]()
     own = GrammarCompiler(toy, toy.vocab_size + 9, EOS)
     rng = random.Random(4)
@@ -437,26 +451,26 @@ def test_the_text_fits_by_every_kind_of_tokenizer_at_the_beginning_and_after_a_p
             if ids is None:
                 continue
             detokenizer = Detokenizer(toy, prompt_tail_ids=toy.encode("fox"))
-            behind = "".join(map(detokenizer.push, ids)) + detokenizer.flush()
-            assert toy.decode(ids) == behind
+            completion = "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+            assert toy.decode(ids) == completion
             if "regex" in structure:
-                assert re.fullmatch(regex, behind)
+                assert re.fullmatch(regex, completion)
             elif "choice" in structure:
-                assert behind in structure["choice"]
+                assert completion in structure["choice"]
             else:
-                assert isinstance(json.loads(behind), dict)
+                assert isinstance(json.loads(completion), dict)
 
 
-def test_a_space_that_the_tokenizer_would_drop_is_refused_at_the_beginning():
+def test_leading_space_that_the_tokenizer_drops_is_rejected():
     for toy in (toy_tokenizers.byte_fallback(), toy_tokenizers.metaspace()):
         own = GrammarCompiler(toy, toy.vocab_size, EOS)
         with pytest.raises(InvalidRequest, match="begins with a space, which the tokenizer drops"):
             own.start(SamplingParams(choice=[" the"]), ends=True)
 
 
-def test_what_the_vocabulary_can_not_write_is_refused():
+def test_choice_that_the_vocabulary_cannot_spell_is_rejected():
     toy = toy_tokenizers.metaspace()
-    with pytest.raises(InvalidRequest, match="none that the tokenizer's tokens can write"):
+    with pytest.raises(InvalidRequest, match="the tokenizer can't produce one"):
         GrammarCompiler(toy, toy.vocab_size, EOS).start(SamplingParams(choice=["{}"]), ends=True)
 
 
@@ -472,7 +486,7 @@ OTHERS = toy_tokenizers.EXACT | {"in_python": toy_tokenizers.in_python}
         ("in_python", "ByT5Tokenizer is not one"),
     ],
 )
-def test_other_tokenizers_are_refused_by_name(kind, reason):
+def test_unsupported_tokenizers_are_rejected_with_the_reason(kind, reason):
     with pytest.raises(InvalidRequest, match=reason):
         GrammarCompiler(OTHERS[kind](), 400, EOS)
 
@@ -488,6 +502,6 @@ def test_other_tokenizers_are_refused_by_name(kind, reason):
     ],
     ids=["rules", "references"],
 )  # fmt: skip
-def test_a_long_chain_does_not_overrun_the_stack(structure):
-    """It would take the whole process along, server and all."""
+def test_long_chain_of_rules_or_references_does_not_overflow_the_stack(structure):
+    """An overflow would end the whole process, such as a server."""
     assert bool(start(**structure).mask().any())

@@ -1,6 +1,6 @@
-"""The rooms of the package: a file imports from its own room and from lower rooms, and never in a circle.
+"""The rooms (layers) of the package: a file imports only from its own and lower rooms, without cycles.
 
-Imports are read from the source. Those in functions and those for types count as well.
+Imports are read from the source. Those in functions and under TYPE_CHECKING count as well.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import pytest
 
 import verbatim
 
-# From low to high: a room imports only from rooms that stand before it.
+# From low to high: a room imports only from rooms listed before it.
 ROOMS = """
-    _version storyteller plain shield spelling
-    errors checks files heap options params batch beam untrusted
-    kernels
+    _version storyteller errors common
+    options params batch
+    kernels quantization
     text sampling
     core protocols
     kv
-    device model weights
+    model weights
     placement
     engine
-    prompts progress draft source drafters opening
-    session_file session llm tensors
+    draft
+    api
     verbatim
     rl
     verify bench serve cli compat
@@ -67,20 +67,20 @@ def room(name: str) -> str:
     return name.split(".")[1] if "." in name else name
 
 
-def test_no_circle_between_files(imports: dict[str, set[str]]) -> None:
+def test_files_have_no_import_cycles(imports: dict[str, set[str]]) -> None:
     try:
         graphlib.TopologicalSorter(imports).prepare()
     except graphlib.CycleError as error:
         pytest.fail(" <- ".join(error.args[1]))
 
 
-def test_every_room_is_in_the_list(imports: dict[str, set[str]]) -> None:
+def test_list_of_rooms_is_complete_and_unique(imports: dict[str, set[str]]) -> None:
     assert {room(name) for name in imports} == set(ROOMS)
     assert len(set(ROOMS)) == len(ROOMS)
 
 
-def test_no_import_from_a_higher_room(imports: dict[str, set[str]]) -> None:
-    """As the rooms stand in one row, there is no circle between rooms either."""
+def test_no_file_imports_from_a_higher_room(imports: dict[str, set[str]]) -> None:
+    """As the order is total, rooms have no import cycles either."""
     level = {name: i for i, name in enumerate(ROOMS)}
     upward = [
         f"{a} imports {b}"
@@ -91,8 +91,8 @@ def test_no_import_from_a_higher_room(imports: dict[str, set[str]]) -> None:
     assert not upward, "\n".join(upward)
 
 
-def test_the_drawings_of_placement_show_its_imports(imports: dict[str, set[str]]) -> None:
-    """An import that follows from others is not drawn."""
+def test_diagrams_of_placement_match_its_imports(imports: dict[str, set[str]]) -> None:
+    """Imports that are implied by others are not drawn."""
     inside = "verbatim.placement."
     files = {a: {b for b in imports[a] if b.startswith(inside)} for a in imports if inside in a}
 
@@ -113,8 +113,8 @@ def test_the_drawings_of_placement_show_its_imports(imports: dict[str, set[str]]
     assert drawn == expected
 
 
-def test_no_test_imports_another() -> None:
-    """What tests share lies in `tests/support`, so that a file of tests can be read, moved and run by itself.
+def test_no_test_file_imports_another() -> None:
+    """Shared code of tests is in `tests/support`, so that a test file can be read, moved and run by itself.
 
     Read as text, for imports in functions and in programs that tests start. Such a program may import the
     file that starts it.

@@ -1,4 +1,4 @@
-"""Weights of a file begin at cache lines once they are loaded, and are what they were."""
+"""Loaded weights are aligned to cache lines, and equal to those in the file."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 
 from support.toys import make_toy
 from verbatim import LLM, SamplingParams
-from verbatim.model.packing import matrices_of
+from verbatim.model.quantizable import matrices_of
 from verbatim.weights import load
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model whose file has a header that leaves no weight at a line."""
+    """A model whose file has a header of a length that leaves weights unaligned."""
     make_toy("llama").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
@@ -27,11 +27,11 @@ def folder(tmp_path: Path) -> Path:
     raise AssertionError("headers are padded to lines: nothing is left to test")
 
 
-def test_weights_begin_at_lines_and_say_what_the_file_says(folder: Path) -> None:
+def test_loaded_weights_are_cache_line_aligned_and_equal_the_file(folder: Path) -> None:
     stored = load_file(folder / "model.safetensors")
     with LLM(folder) as llm:
         for _ in range(2):
-            held = dict(llm.engine.runner.decoder.held.named_parameters())
+            held = dict(llm.engine.runner.decoder.raw_module.named_parameters())
             assert all(p.data_ptr() % 64 == 0 for p in held.values())
             assert all(torch.equal(held[name], stored[name]) for name in held)
             llm.sleep(weights=True)
@@ -39,7 +39,7 @@ def test_weights_begin_at_lines_and_say_what_the_file_says(folder: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_oss", "llama4_text"])
-def test_matrices_stored_by_columns_are_held_by_rows_with_the_same_bits(
+def test_column_major_matrices_are_transposed_in_memory_with_same_results(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = make_toy(name)
@@ -52,10 +52,10 @@ def test_matrices_stored_by_columns_are_held_by_rows_with_the_same_bits(
     with LLM(module, max_length=64) as llm:
         live = llm.generate(prompts, params)
         how = llm.engine.info()["experts"]
-    monkeypatch.setattr(load, "_SMALL", 0)
+    monkeypatch.setattr(load, "_SMALL_BYTES", 0)
     with LLM(tmp_path, max_length=64) as llm:
         for _ in range(2):
-            held = dict(llm.engine.runner.decoder.held.named_parameters())
+            held = dict(llm.engine.runner.decoder.raw_module.named_parameters())
             by_rows = [name for name, p in held.items() if p.ndim > 1 and p.mT.is_contiguous()]
             assert by_rows == expected
             assert all(torch.equal(held[name], p) for name, p in module.named_parameters())
@@ -65,14 +65,14 @@ def test_matrices_stored_by_columns_are_held_by_rows_with_the_same_bits(
             llm.wake()
 
 
-def test_without_room_for_copies_they_stay_where_they_are(
+def test_weights_stay_unaligned_without_memory_for_copies(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(folder) as llm:
         right = llm.generate([[3, 7, 11]], SamplingParams(max_tokens=6, logprobs=3, seed=1))
     monkeypatch.setattr(load, "available_memory", lambda: 1000)
     with LLM(folder) as llm:
-        held = llm.engine.runner.decoder.held
+        held = llm.engine.runner.decoder.raw_module
         assert any(p.data_ptr() % 64 for p in held.parameters())
         found = llm.generate([[3, 7, 11]], SamplingParams(max_tokens=6, logprobs=3, seed=1))
         assert [r.outputs for r in found] == [r.outputs for r in right]

@@ -1,4 +1,4 @@
-"""The noise is a pure function of seed, sample index, position and token id, and it is Gumbel."""
+"""The sampling noise: Gumbel, and a pure function of seed, sample index, position and token id."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ needs_kernel = pytest.mark.skipif(kernels.library() is None, reason="the kernels
         ),
     ],
 )
-def test_philox_gives_the_published_answers(
+def test_philox_matches_published_test_vectors(
     counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
 ) -> None:
     c0, c1, c2, c3 = (torch.tensor([c]) for c in counter)
@@ -43,7 +43,7 @@ def test_philox_gives_the_published_answers(
 
 
 @pytest.mark.usefixtures("backend")
-def test_gumbel_is_the_formula_of_the_counter_and_key_laid_out_as_documented() -> None:
+def test_gumbel_noise_follows_the_documented_philox_layout() -> None:
     seed, sample_index, position = 0x0123456789ABCDEF, 5, 77
     for token_id in (0, 1, 2, 3, 4, 151_935):
         counter = [torch.tensor([c]) for c in (token_id // 4, position, sample_index, 0)]
@@ -54,8 +54,7 @@ def test_gumbel_is_the_formula_of_the_counter_and_key_laid_out_as_documented() -
 
 
 @pytest.mark.usefixtures("backend")
-def test_noise_is_a_pure_function_of_its_four_coordinates() -> None:
-    """Each coordinate changes the values, and the size of the vocabulary does not."""
+def test_noise_depends_on_all_coordinates_and_not_on_vocab_size() -> None:
     whole = gumbel_row(7, 1, 20, 1003)
     for size in (1, 2, 3, 17):
         assert torch.equal(gumbel_row(7, 1, 20, size), whole[:size])
@@ -67,7 +66,7 @@ def test_noise_is_a_pure_function_of_its_four_coordinates() -> None:
 
 
 @pytest.mark.usefixtures("backend")
-def test_noise_is_the_same_with_any_number_of_threads() -> None:
+def test_noise_has_the_same_bits_with_any_number_of_threads() -> None:
     vocab_size = 40_001  # torch splits work over threads from 32,768 on
     expected = gumbel_row(MAX, 2, 9, vocab_size)
     for threads in (2, 3, 7):
@@ -75,42 +74,28 @@ def test_noise_is_the_same_with_any_number_of_threads() -> None:
         assert torch.equal(gumbel_row(MAX, 2, 9, vocab_size), expected)
 
 
-def test_doubtful_roundings_are_decided_by_the_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_is_unaffected_by_rounding_errors_of_torch_log1p(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bits = torch.randint(0, 2**32, (20_000,), generator=torch.Generator().manual_seed(1))
     expected = [-math.log(-math.log1p(-(b + 0.5) * 2.0**-32)) for b in bits.tolist()]
     assert torch.equal(noise._transform(bits), torch.tensor(expected, dtype=torch.float64).float())
     plain = noise._transform(bits)
     log1p = torch.log1p
-    # A library whose logarithm is one unit in the last place off gives the same noise.
+    # A log1p that is off by one unit in the last place gives the same noise.
     monkeypatch.setattr(torch, "log1p", lambda x: torch.nextafter(log1p(x), torch.zeros(())))
     assert torch.equal(noise._transform(bits), plain)
 
 
 @needs_kernel
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 0x0123456789ABCDEF, MAX])
-def test_kernel_makes_the_same_noise(seed: int) -> None:
+def test_kernel_noise_is_bit_identical_to_the_reference(seed: int) -> None:
     for vocab_size, sample_index, position in [(5, 0, 0), (1000, 3, 2**32 - 1), (32_003, 9, 77)]:
         coordinates = seed, sample_index, position, vocab_size
         assert torch.equal(gumbel_row(*coordinates), by("none", gumbel_row)(*coordinates))
 
 
-def test_extreme_words_stay_finite() -> None:
+def test_noise_of_extreme_random_words_is_finite() -> None:
     low, high = noise._transform(torch.tensor([0xFFFFFFFF, 0])).tolist()
     assert low == pytest.approx(-math.log(33 * math.log(2)), abs=1e-5)
     assert high == pytest.approx(33 * math.log(2), abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("seed", "sample_index", "position", "name"),
-    [
-        (-1, 0, 0, "seed"),
-        (2**64, 0, 0, "seed"),
-        (0, -1, 0, "sample_index"),
-        (0, 0, 2**32, "position"),
-    ],
-)
-def test_coordinate_out_of_range_is_refused_by_name(
-    seed: int, sample_index: int, position: int, name: str
-) -> None:
-    with pytest.raises(ValueError, match=name):
-        gumbel_row(seed, sample_index, position, 3)

@@ -1,4 +1,4 @@
-"""`verbatim.open_forward`: any callable that returns logits."""
+"""`verbatim.open_forward`, which opens any callable that returns logits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 import verbatim
 from verbatim import InvalidRequest, NotSupported, PromptTooLong, SamplingParams, UnsupportedModel
 from verbatim.compat.flexllmgen import policy
-from verbatim.kv.quantized import PACKINGS
+from verbatim.quantization.formats import KV_PACKINGS
 
 TABLE = torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
 PROMPTS = [[5], [7, 1, 3], [2, 2]]
 
 
 def bigram(input_ids: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
-    """Logits of each next token from the last one alone."""
+    """Logits that depend on the last token only."""
     return {"logits": scale * TABLE[input_ids]}
 
 
@@ -30,7 +30,7 @@ def opened() -> Iterator[verbatim.LLM]:
         yield llm
 
 
-def test_it_generates_by_the_callables_own_logits(opened: verbatim.LLM) -> None:
+def test_greedy_tokens_follow_the_callables_logits(opened: verbatim.LLM) -> None:
     results = opened.generate(PROMPTS, SamplingParams(max_tokens=9, temperature=0.0))
     for prompt, result in zip(PROMPTS, results, strict=True):
         ids = list(prompt)
@@ -39,7 +39,9 @@ def test_it_generates_by_the_callables_own_logits(opened: verbatim.LLM) -> None:
         assert result.outputs[0].token_ids == ids[len(prompt) :]
 
 
-def test_a_seed_draws_what_a_loop_over_sample_draws(opened: verbatim.LLM) -> None:
+def test_seeded_generation_gives_the_same_tokens_as_a_loop_over_sample(
+    opened: verbatim.LLM,
+) -> None:
     (result,) = opened.generate([PROMPTS[1]], SamplingParams(max_tokens=9, seed=4))
     ids = torch.tensor([PROMPTS[1]])
     for _ in range(9):
@@ -49,7 +51,7 @@ def test_a_seed_draws_what_a_loop_over_sample_draws(opened: verbatim.LLM) -> Non
     assert result.outputs[0].token_ids == ids[0, 3:].tolist()
 
 
-def test_arguments_reach_every_call() -> None:
+def test_arguments_are_passed_to_the_forward_or_rejected() -> None:
     params = SamplingParams(max_tokens=1, temperature=0.0)
     with verbatim.open_forward(bigram, max_length=9, arguments={"scale": -1.0}) as llm:
         assert llm.generate([[5]], params)[0].outputs[0].token_ids == [int(TABLE[5].argmin())]
@@ -59,7 +61,9 @@ def test_arguments_reach_every_call() -> None:
         verbatim.open_forward(bigram, max_length=9, arguments={"scale": torch.ones(4, 1)})
 
 
-def test_the_smaller_limit_holds(opened: verbatim.LLM) -> None:
+def test_prompts_beyond_max_length_and_too_large_max_length_are_rejected(
+    opened: verbatim.LLM,
+) -> None:
     assert opened.max_length == 20
     with pytest.raises(PromptTooLong, match=r"limit .* is 20"):
         opened.generate([[5]], SamplingParams(max_tokens=20))
@@ -67,7 +71,7 @@ def test_the_smaller_limit_holds(opened: verbatim.LLM) -> None:
         verbatim.open_forward(bigram, max_length=2**21)
 
 
-def test_pads_are_those_of_its_config() -> None:
+def test_pad_token_id_is_taken_from_the_config() -> None:
     class Configured(nn.Module):
         def __init__(self, **ids: Any) -> None:
             super().__init__()
@@ -85,7 +89,7 @@ def test_pads_are_those_of_its_config() -> None:
             assert llm.pad_token_id == pad
 
 
-def test_wrong_sizes_and_hooks_are_refused() -> None:
+def test_invalid_options_hooks_and_batches_are_rejected() -> None:
     for name, value in (
         ("max_length", 0),
         ("max_length", "5"),
@@ -110,19 +114,19 @@ def test_wrong_sizes_and_hooks_are_refused() -> None:
             verbatim.open_forward(bigram, max_length=9, hooks=given, batch=batch)
     with (
         verbatim.open_forward(bigram, max_length=9, hooks=hooks, batch=(ids, mask)) as llm,
-        pytest.raises(InvalidRequest, match="none of the rows"),
+        pytest.raises(InvalidRequest, match="does not match any row"),
     ):
         llm.generate([[3, 4]], SamplingParams(max_tokens=2))
 
 
-def test_the_ids_of_long_rows_take_little_memory() -> None:
+def test_kv_capacity_for_a_large_max_length_is_limited() -> None:
     with verbatim.open_forward(bigram, max_length=2**20) as llm:
         runner = llm.engine.runner
         assert 2**20 < runner.num_blocks * runner.block_size < 2**23
         assert len(llm.generate([[5]], SamplingParams(max_tokens=3))[0].outputs[0].token_ids) == 3
 
 
-def test_errors_name_a_wrapper_with_a_step() -> None:
+def test_errors_name_the_class_of_a_wrapper() -> None:
     class Wrapper:
         def run_one_forward_step(self, inputs: dict[str, Tensor]) -> Tensor:
             return torch.zeros(3)
@@ -131,7 +135,7 @@ def test_errors_name_a_wrapper_with_a_step() -> None:
         verbatim.open_forward(Wrapper(), max_length=9)
 
 
-def test_torchs_default_device_does_not_matter(opened: verbatim.LLM) -> None:
+def test_default_device_of_torch_is_ignored(opened: verbatim.LLM) -> None:
     ids, logits = torch.tensor([[5, 6]]), TABLE[:2]
     expected = verbatim.generate(opened, ids, max_new_tokens=4, seed=1)
     drawn = verbatim.sample(logits, seed=1, position=2)
@@ -144,6 +148,6 @@ def test_torchs_default_device_does_not_matter(opened: verbatim.LLM) -> None:
         assert torch.equal(verbatim.sample(logits), fresh)
 
 
-def test_the_groups_of_a_compressed_cache_are_the_stores() -> None:
-    _, sizes, _ = policy._BUILT["comp_cache_config"]
-    assert all(p.group == sizes[p.bits][0] for p in PACKINGS.values()) and len(sizes) == 2
+def test_group_sizes_of_flexllmgen_policy_equal_the_kv_caches() -> None:
+    _, sizes, _ = policy._SUPPORTED_GROUPS["comp_cache_config"]
+    assert all(p.group == sizes[p.bits][0] for p in KV_PACKINGS.values()) and len(sizes) == 2

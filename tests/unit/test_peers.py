@@ -1,4 +1,4 @@
-"""The peers' benchmark: what its table says, how it talks to its workers, and that two of them are right."""
+"""The benchmark against other engines: its limits, table, worker protocol, file conversions and runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmarks.peers.setup import ENVIRONMENT, REQUIREMENTS, peers_python, pip_
 from benchmarks.peers.shape import FORMATS, Machine, Shape
 from benchmarks.peers.table import OURS, OURS_A8, Cell, Measured, markdown, rows_of, text
 from benchmarks.peers.weights import SHAPES, make_random
-from verbatim.bench import timing
+from verbatim.bench import plan
 
 SHAPE = Shape(2, 256, 512, 4, 2, 64, 1000)
 EXPERTS = Shape(2, 256, 128, 4, 2, 64, 1000, experts=16, experts_per_token=4)
@@ -57,9 +57,9 @@ def fake():
         yield peer
 
 
-def test_worker_answers_and_refuses_and_is_stopped_between_its_turns(fake):
+def test_worker_answers_reports_errors_and_is_suspended_between_calls(fake):
     assert fake.call("about") == {"version": "1"}
-    until(lambda: state_of(fake._process.pid) == "T")  # a signal takes its time
+    until(lambda: state_of(fake._process.pid) == "T")  # signals are asynchronous
     assert fake.call("check", prompts=[], forced=[]).tolist() == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(PeerFailed, match=r"fake, load: ValueError: fmt='int8': not mine"):
         fake.call("load", fmt="int8", folder="x")
@@ -69,25 +69,25 @@ def test_worker_answers_and_refuses_and_is_stopped_between_its_turns(fake):
     assert fake.alive
 
 
-def test_worker_that_dies_is_known_by_its_last_words(fake):
+def test_dead_worker_is_reported_with_its_last_output(fake):
     with pytest.raises(PeerFailed, match=r"fake ended in 'prefill': out of memory"):
         fake.call("prefill", length=8)
     assert not fake.alive
 
 
-def test_arrays_cross_the_pipe_unchanged():
+def test_encoded_arrays_decode_to_the_same_bytes():
     array = np.array([[1.5, np.nan], [-0.0, np.inf]], np.float32)
     assert decode(json.loads(json.dumps(encode(array)))).tobytes() == array.tobytes()
     assert decode(encode({"seconds": [1.0]})) == {"seconds": [1.0]}
 
 
 @pytest.mark.parametrize(("each_s", "number"), [(3.0, 3), (1.0, 3), (0.5, 4), (0.1, 4)])
-def test_turn_ends_by_steps_or_by_time(monkeypatch, each_s, number):
-    monkeypatch.setattr(timing, "seconds", lambda step: each_s)
-    assert timing.step_times(lambda: None, 4, most_s=2.0) == [each_s] * number
+def test_timing_ends_after_a_number_of_steps_or_seconds(monkeypatch, each_s, number):
+    monkeypatch.setattr(plan, "seconds", lambda step: each_s)
+    assert plan.step_times(lambda: None, 4, most_s=2.0) == [each_s] * number
 
 
-def test_bytes_of_a_step():
+def test_weight_and_kv_bytes_of_a_step():
     assert SHAPE.layer_weights == 2 * (256 * 64 * 12 + 3 * 256 * 512)
     assert SHAPE.weight_bytes("bf16", 8) == 2 * (SHAPE.layer_weights + 256 * 1000)
     assert SHAPE.weight_bytes("int4", 4) == 0.5625 * (SHAPE.layer_weights + 256 * 1000)
@@ -95,7 +95,7 @@ def test_bytes_of_a_step():
     assert SHAPE.kv_bytes("16bit") == 2 * 2 * 2 * 64 * 2
 
 
-def test_limit_is_memory_at_one_row_and_arithmetic_at_many():
+def test_limit_is_memory_bandwidth_for_one_row_and_flops_for_many():
     machine = Machine(bandwidth=1e9, flops=1e12)
     read = SHAPE.weight_bytes("bf16", 8) + 100 * SHAPE.kv_bytes("16bit")
     assert machine.decode_limit_s(SHAPE, "bf16", "16bit", 8, 1, 100) == read / 1e9
@@ -106,7 +106,7 @@ def test_limit_is_memory_at_one_row_and_arithmetic_at_many():
     assert slow.prefill_limit_s(SHAPE, "bf16", 8, 10) == 2 * prompt / 1e9
 
 
-def test_step_reads_the_experts_that_its_rows_choose_and_multiplies_by_those_of_each():
+def test_limit_counts_bytes_of_distinct_experts_and_flops_of_chosen_ones():
     attention_and_router, expert, head = 256 * 64 * 12 + 256 * 16, 3 * 256 * 128, 256 * 1000
     assert EXPERTS.layer_weights == 2 * (attention_and_router + 4 * expert)
     assert [EXPERTS.distinct_experts(rows) for rows in (1, 2, 3)] == [4, 7, 9.25]
@@ -121,7 +121,7 @@ def test_step_reads_the_experts_that_its_rows_choose_and_multiplies_by_those_of_
     assert arithmetic.decode_limit_s(EXPERTS, "bf16", "16bit", 8, 8, 1) == 2 * products / 1e9
 
 
-def test_sliding_layer_reads_its_window():
+def test_sliding_window_layer_reads_only_its_window():
     shape = Shape(3, 256, 512, 4, 2, 64, 1000, sliding=2, window=16)
     assert [shape.visible(tokens) for tokens in (10, 16, 100)] == [30, 48, 132]
     assert shape.kv_bytes("16bit") == 3 * 2 * 2 * 64 * 2
@@ -134,12 +134,12 @@ def test_sliding_layer_reads_its_window():
 
 
 def entry(ours: float, *, rows: int = 8, limit: float = 0.01) -> Measured:
-    """llama.cpp needs 20 ms, OpenVINO 40."""
+    """A measurement in which llama.cpp takes 20 ms and OpenVINO 40."""
     seconds = {"Verbatim": [ours, 9.0, ours], "llama.cpp": [0.02], "OpenVINO": [0.04]}
     return Measured(Cell("int8", 128, rows), [1.0, limit, limit / 2], seconds)
 
 
-def test_ratio_is_to_the_best_peer_and_by_medians():
+def test_ratio_is_to_the_fastest_peer_by_median_times():
     measured = entry(0.016)
     assert measured.tokens_per_s("Verbatim") == 500
     assert measured.best_peer == ("llama.cpp", 400)
@@ -160,11 +160,11 @@ def test_ratio_is_to_the_best_peer_and_by_medians():
     ],
     ids=["too-slow", "at-the-limit", "prefill", "slow-prefill"],
 )
-def test_goal(measured, reached):
+def test_goal_is_reached_by_ratio_or_by_share_of_the_limit(measured, reached):
     assert measured.reached is reached
 
 
-def test_what_was_not_measured_is_blank():
+def test_missing_measurements_are_blank_in_the_table():
     alone = Measured(Cell("int4", 1024, 1), [0.01], {"OpenVINO": [0.05]})
     assert (alone.ratio, alone.fraction, alone.reached) == (None, None, None)
     table = rows_of([alone, entry(0.016)], ["Verbatim", "OpenVINO"])
@@ -174,7 +174,7 @@ def test_what_was_not_measured_is_blank():
     assert len({len(line) for line in text(table).splitlines()}) == 1
 
 
-def test_logits_of_another_model_are_told_from_rounding():
+def test_relative_error_distinguishes_wrong_logits_from_rounding():
     rng = np.random.default_rng(0)
     reference = rng.standard_normal((2, 1000)).astype(np.float32)
     near = reference + 0.01 * rng.standard_normal((2, 1000))
@@ -183,7 +183,7 @@ def test_logits_of_another_model_are_told_from_rounding():
     assert relative_error(np.full((2, 1000), np.nan), reference) == np.inf
 
 
-def test_missing_peer_is_named_with_what_installs_it(tmp_path, capsys):
+def test_missing_peer_is_left_out_with_its_install_command(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config(SHAPE)))
     run = Run(Plan(["OpenVINO"], [], [], [32], [], threads=1), tmp_path, tmp_path / "none")
     run.prepare("0.6b", None)
@@ -198,7 +198,7 @@ def test_missing_peer_is_named_with_what_installs_it(tmp_path, capsys):
     [(32, 3, "holds weights of"), (60, None, "74 tokens in a row are more than the model's 64")],
     ids=["other-weights", "too-long"],
 )
-def test_run_that_would_measure_something_else_is_refused(tmp_path, prompt, layers, message):
+def test_run_with_other_weights_or_too_long_prompts_is_rejected(tmp_path, prompt, layers, message):
     (tmp_path / "config.json").write_text(json.dumps(config(SHAPE)))
     run = Run(Plan([], [], [1], [prompt], []), tmp_path, tmp_path)
     with pytest.raises(SystemExit, match=message):
@@ -234,7 +234,7 @@ def test_every_system_has_a_module_and_every_option_a_default():
     )
 
 
-def test_checkpoint_is_read_without_torch(tmp_path):
+def test_checkpoint_gives_shape_and_float32_weights(tmp_path):
     torch = pytest.importorskip("torch")
     from safetensors.torch import save_file
 
@@ -248,7 +248,7 @@ def test_checkpoint_is_read_without_torch(tmp_path):
 
 @pytest.fixture(scope="module", params=["moe-toy", "gpt-oss-toy"])
 def experts(request, tmp_path_factory):
-    """A folder with a mixture of experts, and the model whose weights it holds."""
+    """The folder of a saved mixture-of-experts model, and the model."""
     pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp(request.param)
     model = make_random(**SHAPES[request.param])
@@ -256,7 +256,7 @@ def experts(request, tmp_path_factory):
     return folder, model
 
 
-def test_shape_of_a_mixture_of_experts(experts):
+def test_shape_of_a_mixture_of_experts_checkpoint(experts):
     folder, model = experts
     shape = Checkpoint(folder).shape
     assert (shape.intermediate, shape.experts, shape.experts_per_token) == (128, 16, 4)
@@ -270,7 +270,7 @@ def test_shape_of_a_mixture_of_experts(experts):
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-toy", "lfm2-toy", "granite-toy"])
-def test_shape_of_recurrent_layers(name, tmp_path):
+def test_shape_of_a_checkpoint_with_recurrent_layers(name, tmp_path):
     from verbatim import LLM
 
     model = make_random(**SHAPES[name])
@@ -285,7 +285,7 @@ def test_shape_of_recurrent_layers(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-toy", "lfm2-toy", "granite-toy"])
-def test_recurrent_layers_are_written_for_llama_cpp(name, tmp_path):
+def test_recurrent_layers_are_converted_to_gguf_tensors(name, tmp_path):
     pytest.importorskip("gguf")
     from benchmarks.peers.gguf_file import gguf_tensors
 
@@ -311,7 +311,7 @@ def test_recurrent_layers_are_written_for_llama_cpp(name, tmp_path):
     assert np.array_equal(written["blk.0.attn_norm.weight"], norm)
 
 
-def test_experts_are_stacked_for_llama_cpp(experts):
+def test_experts_are_stacked_in_gguf_tensors(experts):
     pytest.importorskip("gguf")
     from benchmarks.peers.gguf_file import gguf_tensors
 
@@ -343,7 +343,7 @@ def test_experts_are_stacked_for_llama_cpp(experts):
     assert set(written) == outer | {f"blk.{n}.{name}" for n in range(2) for name in own}
 
 
-def test_gguf_says_how_many_experts_there_are_and_keeps_routers_in_float32(experts, tmp_path):
+def test_gguf_file_has_expert_counts_and_float32_routers(experts, tmp_path):
     gguf = pytest.importorskip("gguf")
     from benchmarks.peers.gguf_file import write_gguf
 
@@ -363,7 +363,7 @@ def test_gguf_says_how_many_experts_there_are_and_keeps_routers_in_float32(exper
     assert types["token_embd.weight"] == types.get("output.weight", "Q8_0") == "Q8_0"
 
 
-def test_rows_go_on_from_different_ids():
+def test_benchmark_rows_continue_from_different_ids():
     pytest.importorskip("torch")
     from verbatim import LLM
     from verbatim.bench.peers import Ours
@@ -390,7 +390,7 @@ time.sleep(3600)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing tells a child of it")
-def test_stopped_worker_dies_with_a_driver_that_is_killed():
+def test_suspended_worker_dies_when_its_driver_is_killed():
     line = [sys.executable, "-c", DRIVER.format(fake=FAKE)]
     with started(line, stdout=subprocess.PIPE, env=environment(within_reach=ROOT)) as driver:
         worker = int(driver.stdout.readline())
@@ -404,7 +404,7 @@ have_peers = pytest.mark.skipif(
 
 @pytest.mark.slow
 @have_peers
-def test_peers_run_a_toy_in_every_format(tmp_path):
+def test_installed_peers_run_a_toy_model_in_every_format(tmp_path):
     plan = Plan(["llama.cpp", "OpenVINO"], list(FORMATS), [1, 3], [20], [40], rounds=1, steps=3)
     run = Run(plan, tmp_path, ENVIRONMENT)
     run.prepare("toy", None)
@@ -412,11 +412,11 @@ def test_peers_run_a_toy_in_every_format(tmp_path):
     assert run.systems == plan.systems
     assert len(run.measured) == 9
     assert all(set(measured.seconds) == set(plan.systems) for measured in run.measured)
-    errors = [line for line in run.remarks if "off transformers' bf16 by" in line]
+    errors = [line for line in run.remarks if "differ from transformers' bf16" in line]
     assert len(errors) == len(run.remarks) == 6
 
 
-def test_ours_in_another_setting_is_no_peer():
+def test_another_setting_of_verbatim_is_not_counted_as_a_peer():
     seconds = {OURS: [1.0], OURS_A8: [0.1], "OpenVINO": [0.5]}
     assert Measured(Cell("int8", 20, 1), [0.2], seconds).best_peer == ("OpenVINO", 2.0)
 
@@ -441,23 +441,23 @@ def run_toy(folder: Path, shape: str, rounds: int) -> None:
     ]
     for measured in run.measured:
         count = rounds * plan.steps if measured.cell.is_decode else rounds
-        # transformers has bf16 alone, and quantized activations come with quantized weights.
+        # transformers runs bf16 only, and quantized activations need quantized weights.
         other = "transformers" if measured.cell.fmt == "bf16" else OURS_A8
         assert {name: len(times) for name, times in measured.seconds.items()} == {
             OURS: count,
             other: count,
         }
-    assert len([line for line in run.remarks if "off transformers' bf16 by" in line]) == 3
+    assert len([line for line in run.remarks if "differ from transformers' bf16" in line]) == 3
     assert json.loads(json.dumps(run.as_json()))["cells"][1]["rows"] == 3
 
 
 @pytest.mark.slow
-def test_those_who_are_installed_run_a_toy_and_say_the_same(tmp_path):
+def test_verbatim_and_transformers_run_a_toy_model(tmp_path):
     run_toy(tmp_path, "toy", rounds=2)
 
 
 class LastingPeer(Peer):
-    """A worker for one run after another, which unloads in place of ending."""
+    """A worker that serves several runs: instead of ending, it unloads its model."""
 
     loaded = False
 
@@ -476,7 +476,7 @@ class LastingPeer(Peer):
 
 @pytest.fixture(scope="module")
 def start_once():
-    """In place of `Run.start`: a system's process serves all runs of the module."""
+    """Replacement for `Run.start`: one process per system serves all runs of the module."""
     peers = {}
 
     def start(run, name):
@@ -491,9 +491,7 @@ def start_once():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["moe-toy", "qwen3.5-toy"])
-def test_other_shapes_run_in_workers_that_were_used_before(
-    tmp_path, shape, start_once, monkeypatch
-):
+def test_reused_workers_run_models_of_other_shapes(tmp_path, shape, start_once, monkeypatch):
     make_random(**SHAPES[shape]).save_pretrained(tmp_path)
     (tmp_path / "peers.json").write_text(json.dumps({"shape": shape, "layers": None}))
     monkeypatch.setattr(Run, "start", start_once)

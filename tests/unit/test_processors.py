@@ -1,4 +1,4 @@
-"""Each processor against transformers' own, on logits without ties; ties and edges by hand."""
+"""Logits processors, compared with transformers' on logits without ties; ties and edge cases by hand."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 3.0])
-def test_filters_keep_what_transformers_keeps(case: dict, temperature: float) -> None:
+def test_filters_keep_the_same_tokens_as_transformers(case: dict, temperature: float) -> None:
     for logits_seed in range(5):
         logits = a_row(logits_seed)
         # Transformers sums its probabilities in the dtype of the logits: float64 rounds least.
@@ -73,13 +73,13 @@ def test_filters_keep_what_transformers_keeps(case: dict, temperature: float) ->
 
 
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.5, 7.0])
-def test_temperature_gives_transformers_bits(temperature: float) -> None:
+def test_temperature_is_bit_identical_to_transformers(temperature: float) -> None:
     logits = a_row(3)
     theirs = hf.TemperatureLogitsWarper(temperature)(None, logits[None])[0]
     assert torch.equal(run(logits, temperature=temperature), theirs)
 
 
-def test_repetition_penalty_gives_transformers_bits() -> None:
+def test_repetition_penalty_is_bit_identical_to_transformers() -> None:
     logits = a_row(4)
     prompt, output = (5, 7, 7, 900), (7, 8, 999)
     theirs = hf.RepetitionPenaltyLogitsProcessor(1.3)(
@@ -97,7 +97,7 @@ def test_bfloat16_logits_are_filtered_in_float32() -> None:
     assert run(logits, **kw).dtype == torch.float32
 
 
-def test_presence_and_frequency_look_at_the_completion_only() -> None:
+def test_presence_and_frequency_penalties_ignore_the_prompt() -> None:
     logits = torch.zeros(6)
     ours = run(
         logits, prompt=(0, 0), output=(1, 1, 1, 2), presence_penalty=0.5, frequency_penalty=0.25
@@ -105,22 +105,22 @@ def test_presence_and_frequency_look_at_the_completion_only() -> None:
     assert ours.tolist() == [0.0, -1.25, -0.75, 0.0, 0.0, 0.0]
 
 
-def test_bias_is_added_and_bans_win_over_it() -> None:
+def test_banned_ids_override_logit_bias() -> None:
     row = SampleRow(SamplingParams(logit_bias={1: 5.0, 2: -3.0}), 0, 0, 0, banned_ids=[1, 4])
     assert process(torch.zeros(5), row).tolist() == [0.0, -INF, -3.0, 0.0, -INF]
 
 
-def test_allowed_ids_are_the_only_ones_left() -> None:
+def test_mask_keeps_only_the_allowed_ids() -> None:
     row = SampleRow(SamplingParams(), 0, 0, 0, mask=bitmask([7, 2, 2], 9))
     assert survivors(process(torch.zeros(9), row)) == [2, 7]
 
 
-def test_penalties_come_before_the_temperature() -> None:
+def test_penalties_are_applied_before_temperature() -> None:
     ours = run(torch.tensor([4.0, 2.0]), prompt=(0,), repetition_penalty=2.0, temperature=0.5)
     assert ours.tolist() == [4.0, 4.0]
 
 
-def test_ids_outside_the_vocabulary_change_nothing() -> None:
+def test_ids_outside_the_vocabulary_are_ignored() -> None:
     logits = torch.tensor([1.0, 2.0, 3.0])
     row = SampleRow(
         SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0), 0, 0, 0, (77,), (88,), [99]
@@ -128,24 +128,24 @@ def test_ids_outside_the_vocabulary_change_nothing() -> None:
     assert torch.equal(process(logits, row), logits)
 
 
-def test_ties_at_the_kth_logit_survive() -> None:
+def test_top_k_keeps_all_ties_of_the_kth_logit() -> None:
     assert survivors(run(torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0, 0.0]), top_k=2)) == [1, 2, 3, 4]
 
 
-def test_zeros_of_either_sign_tie() -> None:
+def test_top_k_treats_zeros_of_both_signs_as_ties() -> None:
     assert survivors(run(torch.tensor([-0.0, 0.0, -1.0]), top_k=1)) == [0, 1]
 
 
 @pytest.mark.parametrize(
     ("top_p", "kept"), [(0.2, [0]), (0.25, [0]), (0.26, [0, 1]), (0.5, [0, 1]), (0.9, [0, 1, 2, 3])]
 )
-def test_top_p_breaks_ties_by_id_and_keeps_the_token_that_crosses(
+def test_top_p_breaks_ties_by_id_and_keeps_the_token_that_crosses_top_p(
     top_p: float, kept: list[int]
 ) -> None:
     assert survivors(run(torch.zeros(4), top_p=top_p)) == kept
 
 
-def test_processing_never_writes_to_its_argument() -> None:
+def test_process_does_not_modify_its_input() -> None:
     logits = a_row(6)
     before = logits.clone()
     row = SampleRow(
@@ -171,10 +171,10 @@ def test_temperature_0_skips_the_filters() -> None:
     assert torch.equal(run(logits, temperature=0.0, top_k=3, top_p=0.5), logits)
 
 
-def test_bad_words_block_what_transformers_blocks() -> None:
+def test_bad_words_block_the_same_ids_as_transformers() -> None:
     words = [[3], [1, 2], [1, 2, 4], [9, 9, 9, 9], [2, 5], [1, 2, 5]]
     processor = hf.NoBadWordsLogitsProcessor([list(w) for w in words])
-    # As long as the longest word: older versions skip a word that is longer than the history.
+    # Histories are as long as the longest word: older versions skip a word that is longer than the history.
     for ending in ([1], [1, 2], [7, 1, 2], [9, 9, 9], [2, 1], [9, 9]):
         history = [7] * (4 - len(ending)) + ending
         theirs = processor(torch.tensor([history]), torch.zeros(1, 12))[0]
@@ -182,7 +182,7 @@ def test_bad_words_block_what_transformers_blocks() -> None:
         assert sorted(ours) == (theirs == -INF).nonzero().squeeze(1).tolist()
 
 
-def test_bad_words_need_no_history() -> None:
+def test_single_token_bad_words_are_blocked_without_history() -> None:
     assert BadWords([(3,), (1, 2)]).blocked([]) == [3]
 
 
@@ -195,14 +195,14 @@ def test_bad_words_need_no_history() -> None:
         {"stop_token_ids": [100]},
     ],
 )
-def test_ids_that_the_model_does_not_have_are_refused_by_name(kw: dict) -> None:
+def test_ids_outside_the_models_vocabulary_are_rejected(kw: dict) -> None:
     check_vocabulary(SamplingParams(**kw), 101)
     with pytest.raises(InvalidRequest, match=f"{next(iter(kw))}.*100.*0 to 99"):
         check_vocabulary(SamplingParams(**kw), 100)
 
 
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 1000])
-def test_a_mask_drops_what_has_no_bit_and_keeps_the_bits_of_the_rest(size: int) -> None:
+def test_mask_drops_ids_without_a_bit_and_leaves_other_logits_unchanged(size: int) -> None:
     logits = torch.randn(size, generator=torch.Generator().manual_seed(size))
     logits[::7] = -math.inf
     allowed = [i for i in range(size) if (i * 2654435761) % 5 < 2]

@@ -1,4 +1,4 @@
-"""The progress bar of `LLM.generate` and `LLM.score`: where it is shown, what it counts, and its end."""
+"""The progress bar of `LLM.generate` and `LLM.score`: when it is shown, what it counts, and how it ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 from support.programs import in_thread
 from support.toys import make_toy, random_ids
-from verbatim import LLM, InvalidRequest, SamplingParams, progress
+from verbatim import LLM, InvalidRequest, SamplingParams
+from verbatim.api import progress
 
 PROMPTS = [random_ids(6, seed=seed) for seed in range(5)]
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True, seed=0)
@@ -42,19 +43,21 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return stderr
 
 
-def test_a_terminal_shows_prompts_and_tokens(llm: LLM, terminal: Terminal) -> None:
+def test_generate_on_a_terminal_shows_prompts_and_tokens_per_second(
+    llm: LLM, terminal: Terminal
+) -> None:
     results = llm.generate(PROMPTS, SHORT)
     assert "5/5" in terminal.bar and re.search(r"\d tokens/s", terminal.bar)
     assert terminal.getvalue().endswith("\n")
     assert results[0].outputs == llm.generate(PROMPTS[0], SHORT)[0].outputs
 
 
-def test_scores_are_counted_without_a_rate_of_tokens(llm: LLM, terminal: Terminal) -> None:
+def test_score_shows_prompts_without_tokens_per_second(llm: LLM, terminal: Terminal) -> None:
     llm.score(PROMPTS)
     assert "5/5" in terminal.bar and "tokens/s" not in terminal.bar
 
 
-def test_one_prompt_a_pipe_and_false_show_nothing(
+def test_no_bar_for_one_prompt_a_pipe_or_progress_false(
     llm: LLM, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm.generate(PROMPTS[0], SHORT)
@@ -67,7 +70,7 @@ def test_one_prompt_a_pipe_and_false_show_nothing(
     assert "1/1" in pipe.getvalue()
 
 
-def test_a_short_call_shows_nothing(
+def test_no_bar_for_a_short_call(
     llm: LLM, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "_DELAY_S", 3600.0)
@@ -75,16 +78,15 @@ def test_a_short_call_shows_nothing(
     assert terminal.getvalue() == ""
 
 
-def test_another_value_is_refused(llm: LLM) -> None:
+def test_non_boolean_progress_is_rejected(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="progress=1"):
         llm.generate(PROMPTS, SHORT, progress=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_error_closes_the_bar_where_it_is(
+def test_error_ends_the_bar_without_counting_aborted_requests(
     llm: LLM, terminal: Terminal, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests that are aborted by it are not counted."""
     steps, step = iter(range(100)), llm.engine._engine.step
 
     def failing() -> bool:
@@ -99,8 +101,8 @@ def test_an_error_closes_the_bar_where_it_is(
     assert "2/5" in terminal.bar and terminal.getvalue().endswith("\n")
 
 
-def test_calls_from_several_threads_count_their_own(llm: LLM, terminal: Terminal) -> None:
-    """One thread makes the steps of all."""
+def test_concurrent_calls_count_their_own_prompts(llm: LLM, terminal: Terminal) -> None:
+    """One thread runs the engine steps of all calls."""
     for call in [in_thread(llm.generate, PROMPTS, SHORT) for _ in range(4)]:
         call.result()
     assert len(re.findall("5/5", terminal.getvalue())) >= 4

@@ -1,4 +1,4 @@
-"""`sample`, the tensor-level face of the sampler: logits `[B, V]` to ids `[B]`."""
+"""`sample`, the tensor-level API of the sampler: logits `[B, V]` to ids `[B]`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verbatim.params import SamplingParams
 from verbatim.sampling.sampler import sample, sample_rows
 
 
-def test_sample_is_sample_rows_with_the_row_as_sample_index() -> None:
+def test_sample_equals_sample_rows_with_the_row_as_sample_index() -> None:
     logits = torch.randn(5, 64, generator=torch.Generator().manual_seed(8))
     positions = [4, 9, 9, 0, 2**32 - 1]
     rows = [SampleRow(SamplingParams(top_k=9), 7, b, p) for b, p in enumerate(positions)]
@@ -28,7 +28,7 @@ def test_sample_is_sample_rows_with_the_row_as_sample_index() -> None:
     assert sample(logits[:0]).tolist() == []
 
 
-def test_sample_without_a_seed_takes_one_number_from_torch() -> None:
+def test_sample_without_a_seed_draws_one_number_from_torchs_generator() -> None:
     logits = torch.zeros(3, 100)
     torch.manual_seed(5)
     first, state = sample(logits), torch.get_rng_state()
@@ -57,12 +57,12 @@ def test_sample_without_a_seed_takes_one_number_from_torch() -> None:
         ({"top_p": 0.0}, "top_p=0"),
     ],
 )
-def test_sample_refuses_by_name(kw: dict[str, Any], message: str) -> None:
+def test_sample_rejects_invalid_arguments(kw: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         sample(torch.zeros(2, 4), **kw)
 
 
-def test_sample_refuses_logits_that_are_none() -> None:
+def test_sample_rejects_invalid_logits() -> None:
     for logits in (torch.zeros(4), torch.zeros(2, 4).long(), [[0.0]], torch.zeros(2, 0)):
         with pytest.raises(InvalidRequest, match="logits"):
             sample(logits)  # type: ignore[arg-type]

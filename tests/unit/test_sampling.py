@@ -1,4 +1,4 @@
-"""The sampler: its draws, log-probs and refusals, and that nothing beside a row changes the row."""
+"""The sampler: its draws, log-probs and errors, and that the result of a row depends on that row only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ every_backend = pytest.mark.usefixtures("backend")
 
 
 def random_logits(rng: random.Random, num_rows: int, vocab_size: int) -> Tensor:
-    """Rows with and without ties, holes at -inf, and in either dtype of the kernel."""
+    """Random rows with and without ties and entries of -inf, in both dtypes of the kernel."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     shape = (num_rows, vocab_size)
     logits = torch.randn(shape, generator=generator) * rng.choice([0.1, 1.0, 3.0, 10.0])
@@ -86,7 +86,7 @@ def one(logits: list[float] | Tensor, **row: Any) -> Draw:
 @pytest.mark.parametrize("rng_seed", range(3))
 def test_kernel_and_reference_agree_on_random_rows(rng_seed: int) -> None:
     rng = random.Random(rng_seed)
-    sizes = [5, 7, 16, 33, 100, 1000, 1023, 4097] * 25 + [32_003] * 3 + [151_936]
+    sizes = [5, 7, 16, 33, 100, 1000, 1023, 4097] * 10 + [32_003] * 3 + [151_936]
     for vocab_size in sizes:
         num_rows = 4 if vocab_size < 30_000 else 1
         logits = random_logits(rng, num_rows, vocab_size)
@@ -103,9 +103,9 @@ def test_kernel_and_reference_agree_on_random_rows(rng_seed: int) -> None:
 @needs_kernel
 @pytest.mark.parametrize("rng_seed", range(2))
 def test_supports_of_kernel_and_reference_agree(rng_seed: int) -> None:
-    """They hold the drawn id, and their mass leads from one log-prob to the other."""
+    """A support has the drawn id, and its mass converts the unfiltered log-prob to `sampled_logprob`."""
     rng = random.Random(rng_seed)
-    for vocab_size in [5, 33, 100, 1000, 4097] * 8 + [32_003]:
+    for vocab_size in [5, 33, 100, 1000, 4097] * 4 + [32_003]:
         logits = random_logits(rng, 4, vocab_size)
         rows = [random_row(rng, vocab_size, typical=True) for _ in range(4)]
         for row in rows:
@@ -132,7 +132,7 @@ def test_supports_of_kernel_and_reference_agree(rng_seed: int) -> None:
 
 
 @needs_kernel
-def test_kernel_rules_out_no_token_that_could_win() -> None:
+def test_kernel_pruning_never_drops_the_winning_token() -> None:
     vocab_size = 20_011
     generator = torch.Generator().manual_seed(3)
     for position in range(60):
@@ -143,7 +143,7 @@ def test_kernel_rules_out_no_token_that_could_win() -> None:
 
 
 @every_backend
-def test_row_does_not_depend_on_batch_order_or_threads() -> None:
+def test_draws_of_a_row_do_not_depend_on_batch_order_or_threads() -> None:
     rng = random.Random(11)
     vocab_size, num_rows = 1003, 16
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
@@ -163,7 +163,7 @@ def test_row_does_not_depend_on_batch_order_or_threads() -> None:
 
 
 @every_backend
-def test_large_vocabulary_does_not_depend_on_threads() -> None:
+def test_draws_from_a_large_vocabulary_do_not_depend_on_threads() -> None:
     logits = torch.randn(2, 151_936, generator=torch.Generator().manual_seed(1)) * 3
     params = SamplingParams(temperature=0.9, top_p=0.9)
     plan = SamplePlan([SampleRow(params, 5, i, 9, num_logprobs=5) for i in range(2)])
@@ -176,7 +176,7 @@ def test_large_vocabulary_does_not_depend_on_threads() -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "top_k": 8, "top_p": 0.9}], ids=str)
-def test_frequencies_of_20_000_draws(params: dict[str, Any]) -> None:
+def test_frequencies_of_20_000_draws_match_the_distribution(params: dict[str, Any]) -> None:
     logits = torch.randn(37, generator=torch.Generator().manual_seed(2)) * 1.5
     settled = SamplingParams(**params)
     expected = process(logits, SampleRow(settled, 0, 0, 0)).double().softmax(0)
@@ -192,7 +192,7 @@ def test_frequencies_of_20_000_draws(params: dict[str, Any]) -> None:
 
 
 @every_backend
-def test_greedy_takes_the_largest_logit_and_the_lowest_of_equals() -> None:
+def test_greedy_takes_the_largest_logit_and_the_lowest_id_of_ties() -> None:
     for logits, expected in [
         ([0.0, 2.0, 1.0, 2.0], 1),
         ([-INF, -5.0, -INF, -5.0], 1),
@@ -204,7 +204,7 @@ def test_greedy_takes_the_largest_logit_and_the_lowest_of_equals() -> None:
 
 
 @every_backend
-def test_greedy_goes_by_the_edited_logits_and_ignores_filters() -> None:
+def test_greedy_uses_biased_logits_and_ignores_filters() -> None:
     params = {"temperature": 0, "logit_bias": {3: 9.0}, "top_k": 1, "top_p": 0.1}
     result = one([5.0, 4.0, 3.0, 0.0], params=params)
     assert result[0] == 3
@@ -212,8 +212,8 @@ def test_greedy_goes_by_the_edited_logits_and_ignores_filters() -> None:
 
 
 @every_backend
-def test_equal_scores_go_to_the_lowest_id() -> None:
-    logits = torch.full((300,), 2.0**30)  # no noise survives beside logits of this size
+def test_sampling_breaks_ties_by_lowest_id() -> None:
+    logits = torch.full((300,), 2.0**30)  # so large that noise does not change them
     assert one(logits)[0] == 0
     logits[:7] = 0.0
     assert one(logits)[0] == 7
@@ -234,13 +234,13 @@ def test_logprobs_are_raw_and_sampled_logprobs_processed() -> None:
 
 
 @every_backend
-def test_only_survivor_has_log_prob_0() -> None:
+def test_only_surviving_token_has_sampled_logprob_0() -> None:
     result = one([1.0, 3.0, 2.0], params={"top_k": 1})
     assert (result[0], result[2]) == (1, 0.0)
 
 
 @every_backend
-def test_scoring_gives_generation_log_probs_bit_for_bit() -> None:
+def test_scored_logprobs_are_bit_identical_to_generated_ones() -> None:
     logits = torch.randn(6, 5003, generator=torch.Generator().manual_seed(5)).bfloat16()
     params = SamplingParams(temperature=0.8, top_p=0.9, frequency_penalty=0.5)
     rows = [SampleRow(params, 8, 0, p, (), [1, 2], num_logprobs=3) for p in range(6)]
@@ -254,7 +254,7 @@ def test_scoring_gives_generation_log_probs_bit_for_bit() -> None:
 
 
 @every_backend
-def test_top_lists_break_ties_by_id_and_leave_out_the_impossible() -> None:
+def test_top_logprobs_break_ties_by_id_and_omit_logits_of_minus_infinity() -> None:
     logits = [1.0, 2.0, -INF, 2.0, 1.0]
     assert one(logits, num_logprobs=3)[3] == [1, 3, 0]
     assert one(logits, num_logprobs=100)[3] == [1, 3, 0, 4]
@@ -262,7 +262,7 @@ def test_top_lists_break_ties_by_id_and_leave_out_the_impossible() -> None:
 
 
 @every_backend
-def test_row_that_can_not_be_drawn_says_so_and_harms_no_other() -> None:
+def test_row_that_cannot_be_drawn_gets_id_minus_1_and_changes_no_other_row() -> None:
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(6))
     rows = [SampleRow(SamplingParams(), 3, i, 0, num_logprobs=2) for i in range(6)]
     healthy = by_row(sample_rows(logits, SamplePlan(rows)))
@@ -278,12 +278,12 @@ def test_row_that_can_not_be_drawn_says_so_and_harms_no_other() -> None:
 
 
 @every_backend
-def test_impossible_target_has_log_prob_minus_infinity() -> None:
+def test_target_with_logit_minus_infinity_has_logprob_minus_infinity() -> None:
     assert one([0.0, -INF, 0.0], target=1)[:2] == (1, -INF)
 
 
 @every_backend
-def test_logits_and_the_global_generator_are_left_alone() -> None:
+def test_sampling_does_not_change_logits_or_the_global_generator() -> None:
     rng = random.Random(7)
     logits = torch.randn(8, 300)
     before, state = logits.clone(), torch.get_rng_state()
@@ -293,7 +293,7 @@ def test_logits_and_the_global_generator_are_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_lane_sum_is_the_sum() -> None:
+def test_lane_sum_and_exp_falling_are_close_to_torch() -> None:
     values = torch.rand(1003, dtype=torch.float64)
     assert logprobs.lane_sum(values) == pytest.approx(values.sum().item(), rel=1e-14)
     x = -torch.linspace(0, 600, 10_001, dtype=torch.float64)
@@ -301,7 +301,7 @@ def test_lane_sum_is_the_sum() -> None:
     assert logprobs.exp_falling(torch.zeros(1, dtype=torch.float64)).item() == 1.0
 
 
-def test_wrong_plans_are_refused() -> None:
+def test_invalid_sample_plans_are_rejected() -> None:
     rows = [SampleRow(SamplingParams(), 0, 0, 0)]
     with pytest.raises(ValueError, match="1 rows to sample"):
         sample_rows(torch.zeros(2, 4), SamplePlan(rows))

@@ -1,4 +1,4 @@
-"""Unknown names are met with the name that is meant."""
+"""Errors about unknown argument names suggest the intended name."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import inspect
 import pytest
 
 from verbatim import LLM, SamplingParams
-from verbatim.spelling import did_you_mean
+from verbatim.common.spelling import did_you_mean
 
 
 @pytest.mark.parametrize(
     ("name", "meant"),
     [("max_model_len", "max_length"), ("tensor_parallel_size", "placement"), ("dtyp", "dtype")],
 )
-def test_an_unknown_option_of_a_model_suggests_a_known_one(name, meant):
+def test_unknown_llm_option_suggests_a_known_one(name, meant):
     with pytest.raises(
         TypeError, match=rf"LLM\(\) has no argument '{name}'; did you mean '{meant}'\?"
     ):
         LLM(**{name: 1})
 
 
-def test_an_unknown_parameter_suggests_a_known_one():
+def test_unknown_parameter_suggests_a_known_one():
     for name, meant in (("guided_json", "json_schema"), ("temprature", "temperature")):
         with pytest.raises(TypeError, match=f"SamplingParams.*{name}.*{meant}"):
             SamplingParams(**{name: {}})
@@ -32,6 +32,6 @@ def test_an_unknown_parameter_suggests_a_known_one():
     assert "temperature" in inspect.signature(SamplingParams).parameters
 
 
-def test_nothing_is_suggested_for_a_name_unlike_any():
+def test_dissimilar_name_gets_no_suggestion():
     assert did_you_mean("zzz", ["temperature"]) == ""
     assert did_you_mean("t" * 100_000, ["temperature"]) == ""

@@ -35,13 +35,13 @@ def watch_for(params, *, tokenizer=None, max_tokens=1000, eos=True, prompt=()):
 
 
 def ids_of(text, tokenizer=None):
-    """One id a byte, so that a test chooses where tokens end."""
+    """One id per byte, so that a test chooses the token boundaries."""
     vocab = (tokenizer or toys.byte_level()).hf.get_vocab()
     return [vocab[char.replace(" ", "Ġ").replace("\n", "Ċ")] for char in text]
 
 
 def follow(watch, ids):
-    """Push until the end; the verdict and every piece of text, taken after each token."""
+    """Push ids until the completion ends; return the text taken after each token."""
     taken = []
     for token_id in ids:
         ended = watch.push(token_id)
@@ -62,12 +62,12 @@ EOS = 2
 @pytest.mark.parametrize(
     ("ids", "params", "count", "text", "reason"),
     [
-        # An end of sequence stays in the ids and out of the text, unless special tokens are written.
+        # An end of sequence is in the ids, but in the text only if special tokens are not skipped.
         ([A, EOS, B], {}, 2, "a", EOS),
         ([A, EOS], dict(skip_special_tokens=False), 2, "a</s>", EOS),
         ([EOS, A, B], dict(ignore_eos=True, max_tokens=3), 3, "ab", LENGTH),
         ([A, B, C], dict(max_tokens=2), 2, "ab", LENGTH),
-        # The text of a stop id stays. A sequence of ids stops at its last one.
+        # The text of a stop id is kept. A stop sequence of ids stops at its last id.
         ("abc", dict(stop_token_ids=[B]), 2, "ab", B),
         ("aabc", dict(stop_token_ids=[[A, B]]), 3, "aab", (A, B)),
         ("abcabc", dict(stop_token_ids=[[A, C], [C, A]]), 4, "abca", (C, A)),
@@ -78,30 +78,30 @@ EOS = 2
         ("hello", dict(stop="lo", include_stop_str_in_output=True), 5, "hello", "lo"),
         ("aaab", dict(stop="aab"), 4, "a", "aab"),
         ("ababac", dict(stop="abac"), 6, "ab", "abac"),
-        ("abcd", dict(stop=["bc", "abc"]), 3, "", "abc"),  # both end here: the earlier begins
-        ("xabcd", dict(stop=["abcd", "bc"]), 4, "xa", "bc"),  # the first to be complete
+        ("abcd", dict(stop=["bc", "abc"]), 3, "", "abc"),  # both end here: the earlier start wins
+        ("xabcd", dict(stop=["abcd", "bc"]), 4, "xa", "bc"),  # the first one completed wins
         ("ab", dict(stop=["b", "ab", "a"]), 1, "", "a"),
         ("a\n\nb", dict(stop="\n\n"), 3, "a", "\n\n"),
         ("abc", dict(stop=["z", "cd"]), 3, "abc", None),
         ("", dict(stop="a"), 0, "", None),
-        # A stop inside one token leaves out the rest; of those that begin together the longest wins.
+        # A stop string within one token drops its rest; of those that begin together the longest wins.
         ([A, SMILE], dict(stop=["mil", "smi"]), 2, "a🙂 ", "smi"),
         ([A, SMILE], dict(stop=["mil"], include_stop_str_in_output=True), 2, "a🙂 smil", "mil"),
         ([SMILE], dict(stop=["🙂", "🙂 s", "🙂 "]), 1, "", "🙂 s"),
         (toys.byte_level().encode("これは日本語です"), dict(stop="本語"), None, "これは日", "本語"),
-        # On one token, an id goes before a stop string, and a stop string before the length.
+        # At the same token, stop ids take precedence over stop strings, and these over the length.
         ("ab", dict(stop="ab", stop_token_ids=[B], max_tokens=2), 2, "ab", B),
         ("ab", dict(stop="ab", max_tokens=2), 2, "", "ab"),
-        # Below min_tokens nothing stops but the length, and what was complete there is no stop later.
+        # Below min_tokens only the length stops, and a stop completed there does not stop later.
         ([A, EOS, EOS], dict(min_tokens=3, stop="a", stop_token_ids=[A]), 3, "a", EOS),
         ("aa", dict(min_tokens=3, stop="a", stop_token_ids=[A], max_tokens=2), 2, "aa", LENGTH),
         ("abxabz", dict(min_tokens=4, stop=["ab", "bxy"]), 5, "abx", "ab"),
-        ("abxy", dict(min_tokens=4, stop=["ab", "bxy"]), 4, "a", "bxy"),  # begun below
+        ("abxy", dict(min_tokens=4, stop=["ab", "bxy"]), 4, "a", "bxy"),  # begins below min_tokens
         ("abxc", dict(min_tokens=4, stop=["ab", "bxy"]), 4, "abxc", None),
-        ("abz", dict(min_tokens=3, stop=["abx", "b"]), 3, "abz", None),  # complete in held text
+        ("abz", dict(min_tokens=3, stop=["abx", "b"]), 3, "abz", None),  # completed in held text
     ],
 )
-def test_what_ends_a_completion_and_which_of_its_text_stays(ids, params, count, text, reason):
+def test_finish_reason_token_count_and_text_of_a_completion(ids, params, count, text, reason):
     """`reason` is `stop_reason`, `LENGTH`, or None where nothing ends it."""
     params = dict(params)
     max_tokens = params.pop("max_tokens", 1000)
@@ -115,12 +115,12 @@ def test_what_ends_a_completion_and_which_of_its_text_stays(ids, params, count, 
     assert "".join(taken) + watch.take() == watch.text == text
 
 
-def test_a_stop_string_complete_below_min_tokens_is_sent():
+def test_stop_string_completed_below_min_tokens_is_sent():
     watch = watch_for(SamplingParams(min_tokens=9, stop=["ab", "wxyz"]))
     assert follow(watch, ids_of("xabw")) == ["x", "", "ab", ""]
 
 
-def test_a_pending_stop_string_below_min_tokens_is_no_stop_later():
+def test_stop_string_pending_below_min_tokens_does_not_stop_later():
     tokenizer = toys.byte_fallback()
     newline, a = (tokenizer.hf.convert_tokens_to_ids(p) for p in ("<0x0A>", "<0x61>"))
     watch = watch_for(SamplingParams(stop="\n", min_tokens=2), tokenizer=tokenizer)
@@ -129,7 +129,7 @@ def test_a_pending_stop_string_below_min_tokens_is_no_stop_later():
     assert watch.text == "\na"
 
 
-def test_a_newline_of_byte_fallback_stops_at_once():
+def test_byte_fallback_newline_stops_immediately():
     tokenizer = toys.byte_fallback()
     ids = [*tokenizer.encode("the fox"), tokenizer.hf.convert_tokens_to_ids("<0x0A>")]
     watch = watch_for(SamplingParams(stop="\n"), tokenizer=tokenizer)
@@ -137,12 +137,12 @@ def test_a_newline_of_byte_fallback_stops_at_once():
     assert watch.num_tokens == len(ids)
 
 
-def test_a_stop_string_without_a_tokenizer_is_refused_by_name():
+def test_stop_string_without_a_tokenizer_is_rejected():
     with pytest.raises(InvalidRequest, match=r"'END'.*stop_token_ids"):
         StopWatch(SamplingParams(stop="END"), eos_ids=frozenset(), max_tokens=5, detokenizer=None)
 
 
-def test_without_a_tokenizer_ids_still_stop():
+def test_stop_ids_work_without_a_tokenizer():
     watch = StopWatch(
         SamplingParams(stop_token_ids=[[4, 5]]),
         eos_ids=frozenset([9]),
@@ -154,7 +154,7 @@ def test_without_a_tokenizer_ids_still_stop():
     assert watch.text == watch.take() == ""
 
 
-def test_ended_from_outside_all_text_comes_out():
+def test_abort_releases_held_text_and_keeps_the_first_finish_reason():
     watch = watch_for(SamplingParams(stop="abc"))
     assert follow(watch, ids_of("xab")) == ["x", "", ""]
     watch.finish(FinishReason.ABORT)
@@ -163,17 +163,17 @@ def test_ended_from_outside_all_text_comes_out():
     assert (watch.finish_reason, watch.stop_reason) == (FinishReason.ABORT, None)
 
 
-def test_nothing_is_pushed_after_the_end():
+def test_push_after_the_end_raises_assertion_error():
     watch = watch_for(SamplingParams())
     watch.push(2)
     with pytest.raises(AssertionError, match="after the end"):
         watch.push(2)
 
 
-# -- stops look at the completion only ---------------------------------------------------------------
+# -- stops ignore the prompt -------------------------------------------------------------------------
 
 
-def test_a_stop_begun_in_the_prompt_is_not_completed_in_the_completion():
+def test_stop_that_begins_in_the_prompt_is_ignored():
     for params in (SamplingParams(stop="bc"), SamplingParams(stop_token_ids=[ids_of("bc")])):
         watch = watch_for(params, prompt=ids_of("ab"))
         assert not watch.push(C)
@@ -203,20 +203,20 @@ def _ends_within_a_character(tokenizer, ids):
 
 
 def brute_force(tokenizer, ids, params, max_tokens):
-    """The definition, word for word: (number of tokens, reason, stop reason, text)."""
+    """Direct implementation of the definition: (number of tokens, reason, stop reason, text)."""
     stop_ids = {s[0] for s in params.stop_token_ids if len(s) == 1}
     stop_ids |= set() if params.ignore_eos else {tokenizer.eos_id}
     sequences = sorted((s for s in params.stop_token_ids if len(s) > 1), key=len, reverse=True)
     shown = ""
     for count in range(1, len(ids) + 1):
-        made, before, shown = ids[:count], shown, visible(tokenizer, ids[:count])
-        text = tokenizer.hf.decode(made, skip_special_tokens=True)
+        prefix, before, shown = ids[:count], shown, visible(tokenizer, ids[:count])
+        text = tokenizer.hf.decode(prefix, skip_special_tokens=True)
         old = len([*takewhile(lambda pair: pair[0] == pair[1], zip(before, shown, strict=False))])
         if count >= params.min_tokens:
-            if made[-1] in stop_ids:
-                return count, STOP, made[-1], text
+            if prefix[-1] in stop_ids:
+                return count, STOP, prefix[-1], text
             for sequence in sequences:
-                if tuple(made[-len(sequence) :]) == sequence:
+                if tuple(prefix[-len(sequence) :]) == sequence:
                     return count, STOP, sequence, text
             matches = [
                 (start, -len(stop), stop)
@@ -234,7 +234,7 @@ def brute_force(tokenizer, ids, params, max_tokens):
 
 
 def few_ids(tokenizer):
-    """Ids that meet often: letters, spaces, parts of characters, an end of sequence."""
+    """Few ids, so that stops are frequent: letters, spaces, parts of characters, an end of sequence."""
     vocab = tokenizer.hf.get_vocab()
     if tokenizer is toys.byte_level():
         names = [*"aabbbc", "Ġ", "ð", "Ł", "Ļ", "Ĥ", "Ã", "©", "the", "</s>", "<s>"]
@@ -255,7 +255,7 @@ STOPS += ["n", "n't", "'", "'s", " n", ". ", "'t the", "n'", "aaaab", "he", "t"]
 )
 @settings(max_examples=300)
 @given(data=st.data())
-def test_watching_token_by_token_equals_brute_force(kind, data):
+def test_stop_watch_equals_brute_force(kind, data):
     tokenizer = kind()
     pool = st.sampled_from(few_ids(tokenizer))
     ids = data.draw(st.lists(pool, max_size=16))
@@ -280,7 +280,7 @@ def test_watching_token_by_token_equals_brute_force(kind, data):
 
 
 def check_that_nothing_claimed_was_sent(params, watch, taken, ids):
-    """No suffix of what was sent, up to where text is certain, begins a stop string."""
+    """The sent text ends before any suffix of `watch.text` that may begin a stop string."""
     sent = "".join(taken)
     assert watch.text.startswith(sent)
     for stop in params.stop:
@@ -291,25 +291,25 @@ def check_that_nothing_claimed_was_sent(params, watch, taken, ids):
 
 @settings(max_examples=200)
 @given(text=st.text("ab", max_size=30), stop=st.text("ab", min_size=1, max_size=6))
-def test_what_was_sent_is_never_cut(text, stop):
+def test_sent_text_is_never_cut_by_a_stop_string(text, stop):
     watch = watch_for(SamplingParams(stop=stop))
     sent = ""
     for token_id in ids_of(text):
-        verdict = watch.push(token_id)
+        ended = watch.push(token_id)
         sent += watch.take()
-        if verdict:
+        if ended:
             break
     end = text.find(stop)
     assert (sent == watch.text == text[:end]) if end >= 0 else watch.text == text
-    if end < 0:  # everything is sent but what may begin the stop string
+    if end < 0:  # all text is sent, except what may begin the stop string
         held = text[len(sent) :]
         assert stop.startswith(held)
         assert len(held) < len(stop)
         assert not any(text.endswith(stop[:n]) for n in range(len(held) + 1, len(stop)))
 
 
-def test_a_long_completion_is_searched_only_at_its_end():
-    """Work on text per token is bounded by the stop strings, not by what was written before."""
+def test_stop_search_per_token_is_bounded_by_stop_string_length():
+    """The work per token does not grow with the length of the completion."""
     lengths = []
 
     class Measured(StopWatch):
@@ -325,11 +325,11 @@ def test_a_long_completion_is_searched_only_at_its_end():
     assert len(lengths) < 3 * 4000
 
 
-# -- copies that go their own way --------------------------------------------------------------------
+# -- forks -------------------------------------------------------------------------------------------
 
 
 def grow(watch, ids):
-    """Everything that can be seen of a watch while `ids` are pushed, as long as it grows."""
+    """Push `ids` until the watch finishes; return what can be observed after each."""
     seen = []
     for token_id in ids:
         if watch.finished:
@@ -346,8 +346,8 @@ def end(watch):
 @pytest.mark.parametrize("kind", [*toys.EXACT, "in_python"])
 @settings(max_examples=60)
 @given(data=st.data())
-def test_a_fork_and_its_origin_never_meet_again(kind, data):
-    """Both are what fresh watches would be; in the middle of characters and of stop strings, too."""
+def test_fork_and_original_are_independent(kind, data):
+    """Both equal fresh watches, also if forked within a character or a stop string."""
     tokenizer = getattr(toys, kind)() if kind == "in_python" else toys.EXACT[kind]()
     text = data.draw(st.text(st.sampled_from("ab é日本🙂👩\u200d👧.,'nt"), min_size=1, max_size=12))
     cut = data.draw(st.integers(0, len(text)))
@@ -375,13 +375,13 @@ def test_a_fork_and_its_origin_never_meet_again(kind, data):
     fork = origin.fork()
     watches = [origin, fork] if data.draw(st.booleans()) else [fork, origin]
     seen = [[], []]
-    for step in range(max(map(len, ways))):  # turn by turn, so that either could disturb the other
+    for step in range(max(map(len, ways))):  # interleaved, so that either could affect the other
         for watch, way, said in zip(watches, ways, seen, strict=True):
             said += grow(watch, way[step : step + 1])
     assert [(said, end(watch)) for said, watch in zip(seen, watches, strict=True)] == expected
 
 
-def test_a_fork_hands_out_only_what_its_origin_had_not():
+def test_fork_returns_only_text_not_yet_taken():
     watch = watch_for(SamplingParams())
     follow(watch, ids_of("ab"))
     watch.push(ids_of("c")[0])

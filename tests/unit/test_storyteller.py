@@ -1,4 +1,4 @@
-"""The model inside the package: its folder, its stories, its chats, its draft layer, its grammar."""
+"""The built-in model: its training grammar, checkpoint folder, stories, chats and draft layer."""
 
 from __future__ import annotations
 
@@ -93,20 +93,20 @@ def answer(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> str:
 # The grammar
 
 
-def test_a_seed_names_a_story(tools: Tools) -> None:
+def test_same_seed_generates_the_same_story(tools: Tools) -> None:
     texts = [tools.grammar.story(random.Random(seed)).text for seed in range(50)]
     assert texts == [tools.grammar.story(random.Random(seed)).text for seed in range(50)]
     assert len(set(texts)) == 50
 
 
-def test_every_story_of_the_grammar_is_coherent(tools: Tools) -> None:
+def test_stories_of_the_grammar_pass_the_coherence_check(tools: Tools) -> None:
     for seed in range(500):
         text = tools.grammar.story(random.Random(seed)).text
         assert tools.check.problems(text) == [], text
         assert not set(text) & set("{}[]|"), text
 
 
-def test_the_check_catches_incoherence(tools: Tools) -> None:
+def test_coherence_check_detects_broken_stories(tools: Tools) -> None:
     story = tools.grammar.story(random.Random(3))
     text, friend = story.text, story.friend.name
     assert tools.check.problems(text.replace(friend, "Zoe", 1))
@@ -114,7 +114,7 @@ def test_the_check_catches_incoherence(tools: Tools) -> None:
     assert tools.check.problems(text.replace(story.thing.noun, "thing"))
 
 
-def test_a_story_is_about_its_topic(tools: Tools) -> None:
+def test_story_of_the_grammar_mentions_its_topic(tools: Tools) -> None:
     rng = random.Random(0)
     for _ in range(300):
         _, topic = tools.chats.topic(rng)
@@ -125,7 +125,7 @@ def test_a_story_is_about_its_topic(tools: Tools) -> None:
         assert topic.name is None or topic.name in story.text
 
 
-def test_batches_are_drawn_from_their_name(tools: Tools, tokenizer: Any) -> None:
+def test_training_batch_is_determined_by_its_name(tools: Tools, tokenizer: Any) -> None:
     one = tools.data.packed("train:0:1", tokenizer, rows=2, length=512)
     again = tools.data.packed("train:0:1", tokenizer, rows=2, length=512)
     other = tools.data.packed("held-out:1", tokenizer, rows=2, length=512)
@@ -133,17 +133,17 @@ def test_batches_are_drawn_from_their_name(tools: Tools, tokenizer: Any) -> None
     assert not torch.equal(one.ids, other.ids)
 
 
-# The folder
+# The checkpoint folder
 
 
-def test_the_folder_is_small_and_complete() -> None:
+def test_checkpoint_folder_is_complete_and_below_12_mb() -> None:
     files = {file.name: file.stat().st_size for file in storyteller.path().iterdir()}
     wanted = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     assert wanted <= files.keys()
     assert sum(files.values()) < 12e6
 
 
-def test_the_path_is_found_without_torch() -> None:
+def test_storyteller_path_does_not_import_torch() -> None:
     code = (
         "import runpy, sys; "
         f"made = runpy.run_path({str(storyteller.path() / '__init__.py')!r}); "
@@ -152,7 +152,7 @@ def test_the_path_is_found_without_torch() -> None:
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
-def test_transformers_loads_every_weight(model: Any) -> None:
+def test_transformers_loads_every_weight_except_the_draft_layer(model: Any) -> None:
     last = model.config.num_hidden_layers
     _, info = AutoModelForCausalLM.from_pretrained(storyteller.path(), output_loading_info=True)
     assert not info["missing_keys"]
@@ -161,19 +161,19 @@ def test_transformers_loads_every_weight(model: Any) -> None:
     assert all(key.startswith(f"model.layers.{last}.") for key in info["unexpected_keys"])
 
 
-def test_all_ends_of_text_are_known(model: Any, tokenizer: Any) -> None:
+def test_generation_config_lists_all_eos_ids(model: Any, tokenizer: Any) -> None:
     ends = ["<|endoftext|>", "<|im_end|>"]
     assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids(ends)
 
 
 @pytest.mark.parametrize("text", SURPRISES)
-def test_any_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
+def test_tokenizer_round_trips_any_text(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
     assert max(ids) < len(tokenizer)
 
 
-def test_the_chat_template_says_what_training_said(tools: Tools, tokenizer: Any) -> None:
+def test_chat_template_renders_chats_as_in_training(tools: Tools, tokenizer: Any) -> None:
     for seed in range(20):
         chat = tools.chats.conversation(random.Random(seed))
         for prompt in (False, True):
@@ -186,7 +186,7 @@ def test_the_chat_template_says_what_training_said(tools: Tools, tokenizer: Any)
 
 
 def lapses(tools: Tools, text: str) -> list[str]:
-    """What is wrong but for names, which are its known weakness (docs/storyteller.md): the most
+    """Problems of a story except those with names, a known weakness (docs/storyteller.md): the most
     likely name of the second character is often that of the first."""
     found = tools.check.problems(text)
     return [p for p in found if "named" not in p and "story about" not in p and " is [" not in p]
@@ -196,7 +196,7 @@ def lapses(tools: Tools, text: str) -> list[str]:
     "prompt",
     slow_but(["Once upon a time"], ["Once upon a time", "One day", "In a small village"]),
 )
-def test_a_greedy_story_is_coherent_and_ends(
+def test_greedy_story_is_coherent_and_ends(
     tools: Tools, model: Any, tokenizer: Any, prompt: str
 ) -> None:
     row = greedy(model, tokenizer(prompt)["input_ids"])
@@ -209,7 +209,7 @@ def test_a_greedy_story_is_coherent_and_ends(
     assert text.count(hero[1]) > 3
 
 
-def test_most_sampled_stories_are_coherent_with_their_names(
+def test_half_of_the_sampled_stories_pass_the_whole_coherence_check(
     tools: Tools, model: Any, tokenizer: Any
 ) -> None:
     prompt = torch.tensor([tokenizer("Once upon a time")["input_ids"]] * 16)
@@ -221,36 +221,36 @@ def test_most_sampled_stories_are_coherent_with_their_names(
     assert len(set(texts)) == 16
 
 
-def test_a_request_is_answered_with_a_story_about_it(
+def test_chat_request_is_answered_with_a_story_on_its_topic(
     tools: Tools, model: Any, tokenizer: Any
 ) -> None:
     ask = {"role": "user", "content": "Tell me a story about a fox and a kite."}
-    told = answer(model, tokenizer, [ask])
-    assert "fox" in told
-    assert "kite" in told
-    assert lapses(tools, told) == [], told
+    story = answer(model, tokenizer, [ask])
+    assert "fox" in story
+    assert "kite" in story
+    assert lapses(tools, story) == [], story
     more = {"role": "user", "content": "Can you tell another one?"}
-    again = answer(model, tokenizer, [ask, {"role": "assistant", "content": told}, more])
+    again = answer(model, tokenizer, [ask, {"role": "assistant", "content": story}, more])
     assert lapses(tools, again) == [], again
 
 
 def test_small_talk_gets_a_short_answer(model: Any, tokenizer: Any) -> None:
-    said = answer(model, tokenizer, [{"role": "user", "content": "Who are you?"}])
-    assert "language model" in said
-    assert len(said) < 200
+    reply = answer(model, tokenizer, [{"role": "user", "content": "Who are you?"}])
+    assert "language model" in reply
+    assert len(reply) < 200
 
 
-def test_an_unknown_topic_is_declined(model: Any, tokenizer: Any) -> None:
+def test_unknown_topic_is_declined(model: Any, tokenizer: Any) -> None:
     ask = {"role": "user", "content": "Tell me a story about a robot."}
-    said = answer(model, tokenizer, [ask])
-    assert said.startswith("I do not know a story about")
-    assert "Would you like one about" in said
+    reply = answer(model, tokenizer, [ask])
+    assert reply.startswith("I do not know a story about")
+    assert "Would you like one about" in reply
 
 
 # The draft layer
 
 
-def test_drafts_are_mostly_what_the_model_says_next(
+def test_most_drafts_equal_the_models_greedy_tokens(
     tools: Tools, model: Any, mtp: Any, tokenizer: Any
 ) -> None:
     prompt = tokenizer("Once upon a time")["input_ids"]

@@ -1,4 +1,4 @@
-"""Tokenizing, incremental detokenizing, chat templates."""
+"""Tokenization, incremental detokenization, chat templates."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tokenizer(request):
 @pytest.mark.parametrize("kind", toys.EXACT)
 @settings(max_examples=100)
 @given(ids=ids_of_any_kind, skip=st.booleans())
-def test_pushed_tokens_join_to_the_decoded_text(kind, ids, skip):
+def test_incremental_text_of_any_ids_equals_decoded_text(kind, ids, skip):
     tokenizer = toys.EXACT[kind]()
     expected = tokenizer.hf.decode(ids, skip_special_tokens=skip)
     assert pushed(Detokenizer(tokenizer, skip_special_tokens=skip), ids) == expected
@@ -56,7 +56,7 @@ def test_pushed_tokens_join_to_the_decoded_text(kind, ids, skip):
 @given(
     data=st.lists(st.sampled_from([*b"a \n", *range(128, 256)]), max_size=12), between=st.booleans()
 )
-def test_any_bytes_join_to_the_decoded_text(data, between):
+def test_incremental_text_of_byte_pieces_equals_decoded_text(data, between):
     for tokenizer in (toys.byte_fallback(), toys.byte_fallback(strip=False)):
         ids = byte_pieces(tokenizer, data)
         if between:  # a special token and one that doesn't exist, within the run
@@ -67,11 +67,10 @@ def test_any_bytes_join_to_the_decoded_text(data, between):
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "byte_fallback_unstripped"])
 @settings(max_examples=60)
 @given(text=texts)
-def test_no_half_character_is_ever_shown(kind, text):
+def test_incomplete_characters_are_never_shown(kind, text):
     tokenizer = toys.EXACT[kind]()
-    text = text.replace(
-        "é", "e"
-    )  # as an added token it is half a character to the library's decoder
+    # "é" is an added token, which the library's decoder takes for a partial character.
+    text = text.replace("é", "e")
     detokenizer = Detokenizer(tokenizer, prompt_tail_ids=tokenizer.encode("a"))
     shown = ""
     for token_id in tokenizer.encode_fragment(text)[0] if text else ():
@@ -82,29 +81,29 @@ def test_no_half_character_is_ever_shown(kind, text):
 @pytest.mark.parametrize("kind", [k for k in toys.EXACT if k != "word_piece"])
 @settings(max_examples=100)
 @given(prompt=ids_of_any_kind, ids=ids_of_any_kind)
-def test_the_completion_is_what_follows_the_prompts_text(kind, prompt, ids):
+def test_completion_text_is_the_decoded_text_after_the_prompt(kind, prompt, ids):
     tokenizer = toys.EXACT[kind]()
     before = tokenizer.hf.decode(prompt, skip_special_tokens=True)
     whole = tokenizer.hf.decode(prompt + ids, skip_special_tokens=True)
     if REPLACEMENT in before or not whole.startswith(before):
-        return  # half a character at the border: the completion's own bytes decide
+        return  # a character is split between prompt and completion
     text = pushed(Detokenizer(tokenizer, prompt_tail_ids=prompt), ids)
     if REPLACEMENT not in whole:
         assert text == whole[len(before) :]
 
 
-def test_a_space_at_the_border_of_the_prompt_stays():
+def test_leading_space_of_a_completion_is_kept_after_a_prompt():
     tokenizer = toys.byte_fallback()
     the, fox = piece_ids(tokenizer, "▁the", "▁")
     assert pushed(Detokenizer(tokenizer), [the]) == "the"
     assert pushed(Detokenizer(tokenizer, prompt_tail_ids=[fox]), [the]) == " the"
     begins = Detokenizer(tokenizer, prompt_tail_ids=[tokenizer.bos_id])
-    assert pushed(begins, [the]) == "the"  # a skipped BOS is no text
+    assert pushed(begins, [the]) == "the"  # a skipped BOS is not text
     shown = Detokenizer(tokenizer, skip_special_tokens=False, prompt_tail_ids=[tokenizer.bos_id])
     assert pushed(shown, [the]) == " the"
 
 
-def test_a_joined_piece_goes_on_with_the_prompts_word():
+def test_word_piece_continuation_joins_the_prompts_last_word():
     tokenizer = toys.word_piece()
     piece = next(p for p in tokenizer.hf.get_vocab() if p.startswith("##"))
     (joined,) = piece_ids(tokenizer, piece)
@@ -112,7 +111,7 @@ def test_a_joined_piece_goes_on_with_the_prompts_word():
     assert pushed(Detokenizer(tokenizer, prompt_tail_ids=[joined]), [joined]) == piece[2:]
 
 
-def test_a_run_of_byte_pieces_is_pending_until_it_ends():
+def test_run_of_byte_pieces_is_pending_until_it_ends():
     tokenizer = toys.byte_fallback()
     detokenizer = Detokenizer(tokenizer, prompt_tail_ids=piece_ids(tokenizer, "▁"))
     newline, end = byte_pieces(tokenizer, b"\n")[0], piece_ids(tokenizer, "▁the")[0]
@@ -121,7 +120,7 @@ def test_a_run_of_byte_pieces_is_pending_until_it_ends():
     assert (detokenizer.push(newline), detokenizer.pending) == ("", "\n")
     bad = byte_pieces(tokenizer, b"\xff")[0]
     assert (detokenizer.push(bad), detokenizer.pending) == (REPLACEMENT * 2, "")
-    assert detokenizer.push(newline) == REPLACEMENT  # one invalid byte spoils the whole run
+    assert detokenizer.push(newline) == REPLACEMENT  # one invalid byte invalidates the whole run
 
 
 def test_ids_outside_the_vocabulary_have_no_text(tokenizer):
@@ -133,12 +132,12 @@ def test_ids_outside_the_vocabulary_have_no_text(tokenizer):
 
 @settings(max_examples=300)
 @given(st.lists(st.sampled_from([" ", "'", "n", "t", "s", ".", ",", "m", "x", " '", "n't", "ve"])))
-def test_clean_up_does_what_transformers_does(parts):
+def test_clean_up_equals_transformers(parts):
     text = "".join(parts)
     assert clean_up(text) == toys.word_piece().hf.clean_up_tokenization(text)
 
 
-def test_clean_up_is_not_done_to_bpe_even_when_asked_for(monkeypatch):
+def test_clean_up_is_skipped_for_bpe_even_if_configured(monkeypatch):
     hf = toys.byte_level().hf
     monkeypatch.setattr(hf, "clean_up_tokenization_spaces", True)
     tokenizer = Tokenizer(hf)
@@ -148,7 +147,7 @@ def test_clean_up_is_not_done_to_bpe_even_when_asked_for(monkeypatch):
 
 @settings(max_examples=100)
 @given(text=texts)
-def test_a_tokenizer_in_python_joins_to_the_decoded_text(text):
+def test_incremental_text_of_a_python_tokenizer_equals_decoded_text(text):
     tokenizer = toys.in_python()
     ids = [*tokenizer.encode(text), 300, 5000]
     assert pushed(Detokenizer(tokenizer), ids) == tokenizer.hf.decode(ids[:-1], True)
@@ -156,7 +155,7 @@ def test_a_tokenizer_in_python_joins_to_the_decoded_text(text):
 
 @settings(max_examples=100)
 @given(data=st.binary(max_size=40))
-def test_a_tokenizer_in_python_survives_any_bytes(data):
+def test_incremental_bytes_of_a_python_tokenizer_equal_decoded_text(data):
     tokenizer = toys.in_python()
     ids = [byte + 3 for byte in data]
     assert pushed(Detokenizer(tokenizer), ids) == tokenizer.hf.decode(ids, True)
@@ -164,7 +163,7 @@ def test_a_tokenizer_in_python_survives_any_bytes(data):
 
 @pytest.mark.parametrize("junk", [b"\xff", b"\x80", b"\xf0\x9f", b"a", b" "])
 @pytest.mark.parametrize("kind", [toys.in_python, toys.byte_fallback, toys.word_piece])
-def test_a_token_costs_the_same_however_many_came_before(kind, junk, monkeypatch):
+def test_detokenization_work_per_token_is_bounded(kind, junk, monkeypatch):
     tokenizer = kind()
     if kind is toys.in_python:
         ids = [byte + 3 for byte in junk] * 50
@@ -184,7 +183,7 @@ def test_a_token_costs_the_same_however_many_came_before(kind, junk, monkeypatch
 # -- the tokenizer -----------------------------------------------------------------------------------
 
 
-def test_encode_follows_the_tokenizers_own_bos_rule():
+def test_encode_adds_bos_only_if_the_tokenizer_does():
     from tokenizers import processors
 
     plain = toys.metaspace()
@@ -196,7 +195,7 @@ def test_encode_follows_the_tokenizers_own_bos_rule():
     assert Tokenizer(hf).encode("") == [1]
 
 
-def test_a_fragment_is_spelled_within_and_at_the_start_of_a_word():
+def test_fragment_is_encoded_with_and_without_a_leading_space():
     tokenizer = toys.byte_level()
     spellings = tokenizer.encode_fragment("fox")
     assert [tokenizer.decode(ids) for ids in spellings] == ["fox", " fox"]
@@ -214,7 +213,7 @@ def test_prompts_longer_than_the_tokenizers_limit_are_not_truncated(monkeypatch,
     assert not caplog.records
 
 
-def test_special_ids_and_sizes():
+def test_special_ids_and_vocabulary_size():
     tokenizer = toys.byte_level()
     assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
     assert tokenizer.special_ids == {0, 1, 2, *piece_ids(tokenizer, "<tool>")}
@@ -222,7 +221,7 @@ def test_special_ids_and_sizes():
     assert tokenizer.piece(tokenizer.vocab_size) is None
 
 
-def test_open_reads_what_was_saved(tmp_path):
+def test_open_loads_a_saved_tokenizer(tmp_path):
     toys.word_piece().hf.save_pretrained(tmp_path)
     tokenizer = Tokenizer.open(tmp_path)
     ids = tokenizer.encode("don't stop, fox.")
@@ -230,7 +229,7 @@ def test_open_reads_what_was_saved(tmp_path):
     assert tokenizer.decode(ids) == toys.word_piece().decode(ids)
 
 
-def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path):
+def test_folder_without_a_tokenizer_is_rejected(tmp_path):
     with pytest.raises(ModelError, match=r"has no tokenizer.*\(nothing\)"):
         Tokenizer.open(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -241,7 +240,7 @@ def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path):
         Tokenizer.open(tmp_path)
 
 
-def test_what_is_no_tokenizer_is_refused():
+def test_objects_that_are_not_tokenizers_and_non_text_are_rejected():
     with pytest.raises(ModelError, match="SimpleNamespace"):
         Tokenizer(SimpleNamespace())
     with pytest.raises(ModelError, match="PreTrainedTokenizerFast"):
@@ -276,7 +275,7 @@ def test_chat_renders_the_template_with_one_bos(chatty):
     assert chatty.decode(ids, skip_special_tokens=False) == "<s>user: hi</s>"
 
 
-def test_template_variables_are_used_or_refused(chatty):
+def test_template_variables_are_used_or_rejected(chatty):
     ids = render_chat(chatty, HI, think="no")
     assert chatty.decode(ids) == "[no]user: hiassistant: "
     with pytest.raises(NotSupported, match="thinking= would have no effect"):
@@ -287,13 +286,13 @@ def test_template_variables_are_used_or_refused(chatty):
         render_chat(chatty, HI, tokenize=False)
 
 
-def test_templates_without_a_default_are_refused(chatty, monkeypatch):
+def test_named_templates_without_a_default_are_rejected(chatty, monkeypatch):
     monkeypatch.setattr(chatty.hf, "chat_template", {"tool_use": TEMPLATE})
     with pytest.raises(NotSupported, match="no chat template"):
         render_chat(chatty, HI)
 
 
-def test_an_answer_can_be_continued(chatty):
+def test_final_assistant_message_can_be_continued(chatty):
     messages = [*HI, {"role": "assistant", "content": "Well,"}]
     ids = render_chat(chatty, messages, add_generation_prompt=False, continue_final_message=True)
     assert chatty.decode(ids).endswith("assistant: Well,")
@@ -320,12 +319,12 @@ def test_an_answer_can_be_continued(chatty):
         ([{"role": "system", "content": "hi"}], "no system role"),
     ],
 )
-def test_bad_messages_are_refused_by_name(chatty, messages, message):
+def test_invalid_messages_are_rejected_with_the_reason(chatty, messages, message):
     with pytest.raises(InvalidRequest, match=message):
         render_chat(chatty, messages)
 
 
-def test_a_tokenizer_without_a_template_is_refused():
+def test_tokenizer_without_a_chat_template_is_rejected():
     with pytest.raises(NotSupported, match="no chat template"):
         render_chat(toys.byte_level(), HI)
     assert render_chat(toys.byte_level(), HI, chat_template=TEMPLATE)
@@ -338,8 +337,8 @@ PARTS = (
 )
 
 
-def test_a_template_that_reads_only_parts_is_given_parts(chatty):
-    """Llava's renders nothing of a string."""
+def test_template_that_reads_only_content_parts_gets_parts(chatty):
+    """As Llava's template, which renders nothing if the content is a string."""
     messages = [*HI, {"role": "assistant", "content": " well "}]
     ids = render_chat(chatty, messages, chat_template=PARTS)
     assert chatty.decode(ids) == "user: hi;assistant:  well ;"
@@ -350,8 +349,8 @@ def test_a_template_that_reads_only_parts_is_given_parts(chatty):
     assert chatty.decode(ids) == "user: hi;assistant:  well ;"
 
 
-def test_a_template_that_searches_a_message_is_given_its_text(chatty):
-    """It drops what was thought, so a text is missing; a list of parts would be printed."""
+def test_template_that_searches_message_content_gets_a_string(chatty):
+    """The template drops the thinking, so some text is missing; a list of parts would be printed."""
     template = (
         "{% for m in messages %}{% if '</think>' in m.content %}{{ m.content.split('</think>')[-1] }}"
         "{% else %}{{ m.content }}{% endif %};{% endfor %}"
@@ -360,7 +359,7 @@ def test_a_template_that_searches_a_message_is_given_its_text(chatty):
     assert chatty.decode(render_chat(chatty, messages, chat_template=template)) == "hi;hello;"
 
 
-def test_parts_other_than_text_are_refused_by_name(chatty):
+def test_non_text_content_parts_are_rejected(chatty):
     part = {"type": "image_url", "image_url": {"url": "data:"}}
     with pytest.raises(
         NotSupported, match=r'messages\[0\]\["content"\] has a part of type .image_url'
@@ -390,8 +389,10 @@ COSTLY["nested"] += "{{ n.x }}"
 
 
 @pytest.mark.parametrize("kind", COSTLY)
-def test_a_template_that_takes_too_much_is_refused(chatty, kind):
-    with pytest.raises(InvalidRequest, match=r"more than 4000000 operations|a width|at most 64"):
+def test_too_costly_template_is_rejected(chatty, kind):
+    with pytest.raises(
+        InvalidRequest, match=r"more than 4000000 operations|computed widths|at most 64"
+    ):
         render_chat(chatty, HI, chat_template=COSTLY[kind])
 
 
@@ -409,7 +410,7 @@ def test_a_template_that_takes_too_much_is_refused(chatty, kind):
         "{{ 5 + 'a' }}",
     ],
 )
-def test_whatever_a_template_fails_with_is_one_error(chatty, template):
+def test_any_template_failure_raises_invalid_request(chatty, template):
     with pytest.raises(InvalidRequest, match="chat template"):
         render_chat(chatty, HI, chat_template=template)
 
@@ -435,7 +436,7 @@ LIKE_A_MODELS = """
 
 @pytest.mark.parametrize("template", [TEMPLATE, LIKE_A_MODELS])
 @pytest.mark.parametrize("number", [1, 50])
-def test_templates_render_as_in_transformers(chatty, template, number):
+def test_templates_render_the_same_tokens_as_transformers(chatty, template, number):
     calls = [
         {"name": f"f{i}", "arguments": {"x": [i, 1234567890123, {"y": "é"}]}} for i in range(3)
     ]
@@ -452,7 +453,7 @@ def test_templates_render_as_in_transformers(chatty, template, number):
     assert render_chat(chatty, messages, **given) == list(theirs)
 
 
-def test_transformers_own_rendering_is_not_bounded(chatty):
+def test_template_limits_do_not_apply_to_transformers_own_rendering(chatty):
     render_chat(chatty, HI)
     template = COSTLY["long loop"].replace("99999", "1999")
     with pytest.raises(InvalidRequest, match="operations"):
@@ -461,7 +462,7 @@ def test_transformers_own_rendering_is_not_bounded(chatty):
     assert len(text) == 1999 * 9999
 
 
-def test_a_panic_of_the_tokenizer_is_our_error():
+def test_tokenizer_panic_raises_invalid_request():
     hf = toys.byte_level.__wrapped__().hf  # not the cached one
     hf.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     with pytest.raises(InvalidRequest, match="the tokenizer fails on this text"):

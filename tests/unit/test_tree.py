@@ -1,4 +1,4 @@
-"""`Tree` sees every edit of a module that changes how it is run, and nothing else."""
+"""`Tree` detects every edit of a module that changes how it runs, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from verbatim.model.tree import Tree
+from verbatim.model.fingerprint import Tree
 
 
 def model() -> nn.Sequential:
@@ -21,7 +21,7 @@ def model() -> nn.Sequential:
 
 
 def move_a_child(m: nn.Sequential) -> None:
-    """The modules and their order stay; only whose child one of them is changes."""
+    """Change the parent of one module; the modules and their order stay."""
     child = m[0][2]
     del m[0][2]
     m[1].insert(0, child)
@@ -41,7 +41,7 @@ EDITS: dict[str, Callable[[nn.Sequential], object]] = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_is_seen(edit: str) -> None:
+def test_module_edit_is_detected(edit: str) -> None:
     module = model()
     tree = Tree(module)
     assert tree.unchanged()
@@ -50,7 +50,7 @@ def test_an_edit_is_seen(edit: str) -> None:
     assert Tree(module).unchanged()
 
 
-def test_weights_modes_and_hooks_are_no_edits() -> None:
+def test_changes_of_weights_modes_and_hooks_are_not_edits() -> None:
     module = model()
     tree = Tree(module)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_weights_modes_and_hooks_are_no_edits() -> None:
     assert not tree.has_hooks()
 
 
-def test_modules_in_training_are_found() -> None:
+def test_modules_in_training_mode_are_listed() -> None:
     module = model().eval()
     tree = Tree(module)
     assert tree.in_training() == []
@@ -79,7 +79,7 @@ def test_modules_in_training_are_found() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_scripted_module_is_a_leaf() -> None:
+def test_scripted_module_is_treated_as_a_leaf() -> None:
     scripted = torch.jit.script(nn.Linear(4, 4))
     module = nn.Sequential(nn.ReLU(), scripted).eval()
     tree = Tree(module)
@@ -89,7 +89,7 @@ def test_a_scripted_module_is_a_leaf() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_compiled_module_keeps_its_mode_elsewhere() -> None:
+def test_training_mode_of_a_compiled_module_is_detected() -> None:
     compiled = torch.compile(nn.Linear(4, 4))
     module = nn.Sequential(nn.ReLU(), compiled).eval()
     tree = Tree(module)
@@ -98,7 +98,7 @@ def test_a_compiled_module_keeps_its_mode_elsewhere() -> None:
     assert compiled in tree.in_training()
 
 
-def test_the_root_is_held_weakly() -> None:
+def test_root_is_held_by_a_weak_reference() -> None:
     module = model()
     tree, gone = Tree(module), weakref.ref(module)
     del module

@@ -1,4 +1,4 @@
-"""A checkpoint is data: what it names lies in its folder, and nothing in it is run."""
+"""Untrusted checkpoints: no file outside of the folder is read or quoted, and no code is run."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from verbatim.text.tokenizer import Tokenizer
 
 SMALL: dict[str, Any] = dict(kv_memory="16MB")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-MARK = "qzj" + "9"  # apart, as tracebacks quote lines of this file
+MARK = "qzj" + "9"  # split, as tracebacks quote lines of this file
 SECRET = f"root:x:0:0:{MARK}"
 PLACEMENTS = [None, Offload(cpu="64MB")]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "model"
-    make_toy("llama").save_pretrained(made)
-    return made
+    path = tmp_path / "model"
+    make_toy("llama").save_pretrained(path)
+    return path
 
 
 def change(path: Path, **fields: Any) -> None:
@@ -45,7 +45,7 @@ def opened(folder: Path, placement: Any = None, **options: Any) -> list[int]:
 
 @contextlib.contextmanager
 def without_secrets() -> Iterator[None]:
-    """Check that neither an error that leaves this block nor what it was made of quotes the secret."""
+    """Check that neither an error that leaves this block nor its causes quote the secret."""
     try:
         yield
     except VerbatimError as error:
@@ -69,7 +69,9 @@ def by_index(folder: Path, name: str, kind: str = "model.safetensors") -> None:
 @pytest.mark.parametrize(
     "where", ["../outside.safetensors", "absolute", "a/../../outside.safetensors"]
 )
-def test_an_index_names_no_file_outside(folder: Path, where: str, placement: Any) -> None:
+def test_index_that_names_a_file_outside_the_folder_is_rejected(
+    folder: Path, where: str, placement: Any
+) -> None:
     outside = folder.parent / "outside.safetensors"
     (folder / "a").mkdir()
     by_index(folder, str(outside) if where == "absolute" else where)
@@ -78,31 +80,31 @@ def test_an_index_names_no_file_outside(folder: Path, where: str, placement: Any
 
 
 @pytest.mark.parametrize("name", [5, ["model.safetensors"]])
-def test_a_config_names_its_weights_by_a_text(folder: Path, name: Any) -> None:
+def test_config_whose_weights_name_is_not_a_string_is_rejected(folder: Path, name: Any) -> None:
     change(folder / "config.json", transformers_weights=name)
     refused(folder, "transformers_weights=.* must be the name of a file")
 
 
-def test_a_small_pickle_holds_no_large_model(folder: Path) -> None:
+def test_small_pickle_that_expands_to_a_large_model_is_rejected(folder: Path) -> None:
     rows = json.loads((folder / "config.json").read_text())["vocab_size"]
     change(folder / "config.json", vocab_size=10**5)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        if len(tensor) == rows:  # with a stride of 0
+        if len(tensor) == rows:  # expanded, with stride 0
             tensors[name] = tensor[:1].clone().expand(10**5, -1)
     torch.save(tensors, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    refused(folder, "describes .* weights, and the checkpoint has")
+    refused(folder, "describes .* weights, but the checkpoint has")
 
 
-def test_a_state_dict_inside_of_another_is_named(folder: Path) -> None:
+def test_nested_state_dict_is_rejected_with_its_key(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     torch.save({"epoch": 3, "state_dict": tensors}, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    refused(folder, r"pytorch_model\.bin: its weights lie under 'state_dict'")
+    refused(folder, r"pytorch_model\.bin: its weights are nested under 'state_dict'")
 
 
-def test_an_index_of_pickles_names_no_file_outside(folder: Path) -> None:
+def test_index_of_pickles_that_names_a_file_outside_the_folder_is_rejected(folder: Path) -> None:
     outside = folder.parent / "outside.bin"
     by_index(folder, "../outside.bin", "pytorch_model.bin")
     torch.save(load_file(folder / "model.safetensors"), outside)
@@ -111,7 +113,7 @@ def test_an_index_of_pickles_names_no_file_outside(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_links_as_in_the_hubs_cache_are_followed(folder: Path, placement: Any) -> None:
+def test_symlinks_as_in_the_hub_cache_are_followed(folder: Path, placement: Any) -> None:
     expected = opened(folder)
     blob = folder.parent / "blobs" / "0123"
     blob.parent.mkdir()
@@ -121,7 +123,9 @@ def test_links_as_in_the_hubs_cache_are_followed(folder: Path, placement: Any) -
     assert opened(folder, placement) == expected
 
 
-def test_a_snapshot_of_the_hub_is_checked_too(folder: Path, monkeypatch: Any) -> None:
+def test_index_of_a_hub_snapshot_that_names_a_file_outside_is_rejected(
+    folder: Path, monkeypatch: Any
+) -> None:
     snapshot = hub_snapshot(folder.parent, monkeypatch)
     by_index(folder, "../../outside.safetensors")
     shutil.move(folder / "model.safetensors", snapshot.parents[1] / "outside.safetensors")
@@ -148,9 +152,9 @@ def test_a_snapshot_of_the_hub_is_checked_too(folder: Path, monkeypatch: Any) ->
         "adapter_config.json",
     ],
 )
-def test_no_error_quotes_a_file(folder: Path, name: str, content: str) -> None:
+def test_errors_never_quote_file_contents(folder: Path, name: str, content: str) -> None:
     secret = folder.parent / "passwd"
-    # What a safetensors file begins with is the length of its header.
+    # A safetensors file begins with the length of its header.
     header = len(content).to_bytes(8, "little") if name == "model.safetensors" else b""
     secret.write_bytes(header + content.encode())
     if name == "pytorch_model.bin":
@@ -163,7 +167,9 @@ def test_no_error_quotes_a_file(folder: Path, name: str, content: str) -> None:
 
 
 @pytest.mark.parametrize("content", [SECRET, json.dumps({SECRET: SECRET}), json.dumps([SECRET])])
-def test_new_weights_and_sessions_quote_no_file(folder: Path, content: str) -> None:
+def test_errors_of_weight_updates_sessions_and_dcp_never_quote_files(
+    folder: Path, content: str
+) -> None:
     odd = folder.parent / "odd.safetensors"
     odd.write_bytes(len(content).to_bytes(8, "little") + content.encode())
     with LLM(folder, **SMALL) as llm:
@@ -185,7 +191,9 @@ def test_new_weights_and_sessions_quote_no_file(folder: Path, content: str) -> N
         {"tokenizer_file": "../tokenizer.json"},
     ],
 )
-def test_a_tokenizer_names_no_file_outside(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_tokenizer_that_names_a_file_outside_the_folder_is_rejected(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
     toy_tokenizers.byte_level().hf.save_pretrained(tmp_path)
     Tokenizer.open(tmp_path)
     change(tmp_path / "tokenizer_config.json", **fields)
@@ -204,14 +212,16 @@ def test_a_tokenizer_names_no_file_outside(tmp_path: Path, fields: dict[str, Any
         {"text_config": {"vision_config": {"_attn_implementation": "paged|some/kernel"}}},
     ],
 )
-def test_a_config_loads_no_code(folder: Path, fields: dict[str, Any], placement: Any) -> None:
+def test_config_that_names_kernels_of_the_hub_is_rejected(
+    folder: Path, fields: dict[str, Any], placement: Any
+) -> None:
     change(folder / "config.json", **fields)
     with pytest.raises(NotSupported, match="is code of a hub repository"):
         opened(folder, placement)
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "eager"])
-def test_the_engine_chooses_the_attention(folder: Path, name: str) -> None:
+def test_attention_implementation_in_config_is_ignored(folder: Path, name: str) -> None:
     expected = opened(folder)
     change(folder / "config.json", _attn_implementation=name)
     assert opened(folder) == expected
@@ -231,7 +241,7 @@ def test_the_engine_chooses_the_attention(folder: Path, name: str) -> None:
         {"num_key_value_heads": -2},
     ],
 )
-def test_absurd_sizes_are_refused_before_memory_is_asked_for(
+def test_absurd_sizes_in_config_raise_model_error(
     folder: Path, fields: dict[str, Any], placement: Any
 ) -> None:
     change(folder / "config.json", **fields)
@@ -242,7 +252,9 @@ def test_absurd_sizes_are_refused_before_memory_is_asked_for(
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint8", "bool", "complex64"])
 @pytest.mark.parametrize("pickled", [False, True])
-def test_integers_are_no_weights(folder: Path, dtype: str, pickled: bool, placement: Any) -> None:
+def test_weights_that_are_not_floating_point_are_rejected(
+    folder: Path, dtype: str, pickled: bool, placement: Any
+) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] = torch.ones(64).to(getattr(torch, dtype))
     if not pickled:
@@ -256,7 +268,7 @@ def test_integers_are_no_weights(folder: Path, dtype: str, pickled: bool, placem
         opened(folder, placement)
 
 
-def test_integers_of_buffers_are_no_weights(tmp_path: Path) -> None:
+def test_boolean_buffer_in_a_checkpoint_is_accepted(tmp_path: Path) -> None:
     make_toy("gpt2").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)
@@ -264,13 +276,13 @@ def test_integers_of_buffers_are_no_weights(tmp_path: Path) -> None:
     assert opened(tmp_path)
 
 
-def test_an_adapter_is_refused(folder: Path) -> None:
+def test_adapter_folder_is_rejected(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/etc"}))
     refused(folder, "holds an adapter; merge it")
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_tensor_that_nothing_uses_is_an_error_by_name(folder: Path, placement: Any) -> None:
+def test_unused_tensor_is_rejected_unless_ignored(folder: Path, placement: Any) -> None:
     expected = opened(folder, placement)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1, 1)
@@ -280,7 +292,7 @@ def test_a_tensor_that_nothing_uses_is_an_error_by_name(folder: Path, placement:
     refused(folder, r"unused_weights='no': must be one of", placement, unused_weights="no")
 
 
-def test_a_git_lfs_pointer_is_named(folder: Path) -> None:
+def test_git_lfs_pointer_is_rejected_with_the_reason(folder: Path) -> None:
     text = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2\nsize 12345\n"
     (folder / "model.safetensors").write_text(text)
     refused(folder, r"model\.safetensors is a Git LFS pointer.*git lfs pull")

@@ -1,6 +1,6 @@
-"""The systems that need the model in a format of their own: llama.cpp and OpenVINO.
+"""Systems that need the model in their own format: llama.cpp and OpenVINO.
 
-Nothing here imports torch, which the environment of `benchmarks/peers` does not have.
+Does not import torch, which the environment of `benchmarks/peers` does not have.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from verbatim.bench.timing import WARM, random_ids, seconds, step_times
+from verbatim.bench.plan import WARM, random_ids, seconds, step_times
 from verbatim.errors import ModelError
 
 
 class Converted:
-    """A system that computes in contexts: the K and V of some rows of equal length.
+    """A system that computes in contexts, which hold the K and V of rows of equal length.
 
     A context is used in a `with` block. `context(ids)` appends ids `[rows, tokens]` and returns the logits
-    after the last ones, `[rows, vocab]`; `clear` empties it, and `repeat` copies its only row.
+    `[rows, vocab]` after the last ones; `clear` empties the context, and `repeat` copies its only row.
     """
 
     def context(self, rows: int, tokens: int, prompt: int = 0) -> Any:
-        """Return an empty context for `rows` of `tokens`, of which decoding begins after `prompt` tokens."""
+        """Return an empty context for rows of `tokens` tokens; decoding begins after `prompt` tokens."""
         raise NotImplementedError
 
     def prefill(self, prompt: list[int]) -> float:
         """See `Peer`."""
         with self.context(1, len(prompt)) as context:
-            context([prompt[:32]])  # what is set up in the first call
+            context([prompt[:32]])  # the first call sets up buffers
             context.clear()
             return seconds(lambda: context([prompt]).argmax(-1))
 
@@ -51,19 +51,19 @@ class Converted:
 
 
 class LlamaCpp(Converted):
-    """llama.cpp by llama-cpp-python's low-level API: all rows in one decode call, each with its own KV.
+    """llama.cpp with llama-cpp-python's low-level API: all rows in one decode call, each with its own KV.
 
     Args:
-        kv_type: of K and V: `F16` or `Q8_0`.
+        kv_type: type of K and V: `F16` or `Q8_0`.
 
     Raises:
-        ModelError: it can't open the file.
+        ModelError: llama.cpp can't open the file.
     """
 
     name, package, option = "llama.cpp", "llama_cpp", "gguf"
-    F16, Q8_0 = 1, 8  # as ggml numbers them
-    # Flash attention is faster in prefill (by a tenth) and behind few tokens; behind 1,024, decode is faster
-    # without (26 tokens/s to 20 at one row, 67 to 57 at eight). K and V in 8 bits need it.
+    F16, Q8_0 = 1, 8  # ggml's type numbers
+    # Flash attention is faster in prefill (by 10%) and with short contexts. After 1,024 tokens, decode is
+    # faster without it (26 versus 20 tokens/s with one row, 67 versus 57 with eight). 8-bit K and V need it.
     FLASH_BELOW = 512
 
     def __init__(self, file: str, threads: int, *, kv_type: int = F16) -> None:
@@ -82,13 +82,9 @@ class LlamaCpp(Converted):
 
 
 class _LlamaContext:
-    """The KV of some rows, and a batch that is filled anew for each call.
+    """The KV cache of some rows, and a batch for calls; raises ModelError if memory or a call fails."""
 
-    Raises:
-        ModelError: there is no memory, or a call fails.
-    """
-
-    BATCH, UBATCH = 2048, 512  # tokens of a call, and those that it computes at once
+    BATCH, UBATCH = 2048, 512  # maximum tokens per call, and per computation in it
 
     def __init__(self, system: LlamaCpp, rows: int, tokens: int, flash: bool) -> None:
         self._lib, self._length = system.lib, 0
@@ -102,7 +98,7 @@ class _LlamaContext:
         params.type_k = params.type_v = system.kv_type
         params.flash_attn_type = int(flash)
         params.kv_unified = False
-        params.swa_full = False  # sliding layers keep only their window, as in its server
+        params.swa_full = False  # sliding layers keep only their window, as in llama.cpp's server
         params.no_perf = True
         self._handle = self._lib.llama_init_from_model(system.model, params)
         if not self._handle:
@@ -153,11 +149,11 @@ class OpenVINO(Converted):
     """OpenVINO's CPU plugin with a stateful model, one infer request for all rows.
 
     Args:
-        model: the folder of an export by `optimum-cli export openvino`, or an `openvino.Model`.
-        settings: more of the plugin's settings.
+        model: the output folder of `optimum-cli export openvino`, or an `openvino.Model`.
+        settings: further settings of the plugin.
 
     Raises:
-        ModelError: no such export.
+        ModelError: not such a folder, or OpenVINO can't open it.
     """
 
     name, package, option = "OpenVINO", "openvino", "openvino"
@@ -187,7 +183,7 @@ class OpenVINO(Converted):
 
 
 class _OpenVINOContext:
-    """An infer request, with the states of its rows."""
+    """An infer request with the states of its rows."""
 
     def __init__(self, system: OpenVINO) -> None:
         self._numpy: Any = importlib.import_module("numpy")

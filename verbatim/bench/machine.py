@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from verbatim.bench.timing import seconds
+from verbatim.bench.plan import seconds
 
-_READ_BYTES = 1 << 29  # far more than any cache
+_READ_BYTES = 1 << 29  # far larger than any CPU cache
 _ROWS, _DEPTH, _COLS = 512, 1024, 4096
 
 
@@ -23,7 +23,7 @@ class Limits:
 
 
 class LimitMeter:
-    """Measures both limits, as the best of several runs."""
+    """Measures the machine's limits, as the best of several runs."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._data = torch.ones(_READ_BYTES // 4)
@@ -32,19 +32,19 @@ class LimitMeter:
 
     def measure(self) -> Limits:
         with torch.inference_mode():
-            read = min(seconds(self._data.sum) for _ in range(4))
-            multiply = min(seconds(lambda: F.linear(self._rows, self._weight)) for _ in range(15))
-        return Limits(_READ_BYTES / read, 2 * _ROWS * self._weight.numel() / multiply)
+            read_s = min(seconds(self._data.sum) for _ in range(4))
+            multiply_s = min(seconds(lambda: F.linear(self._rows, self._weight)) for _ in range(15))
+        return Limits(_READ_BYTES / read_s, 2 * _ROWS * self._weight.numel() / multiply_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The minimum of bytes and operations of a step.
+    """The minimum bytes and operations of a step.
 
     Attributes:
-        weight_bytes: bytes of all weights, without an untied embedding.
+        weight_bytes: bytes of all weights, except an untied embedding.
         weights: number of these weights.
-        kv_bytes: KV bytes per token.
+        kv_bytes: bytes of K and V per token.
     """
 
     weight_bytes: int
@@ -53,7 +53,7 @@ class Needs:
 
     @classmethod
     def of(cls, config: Any, info: dict[str, Any]) -> Needs:
-        """Return the minimum of an open model, by its config and `LLM.info()`."""
+        """Return the needs of an open model, from its config and `LLM.info()`."""
         total, elements = info["weight_bytes"], info["parameters"]
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         if not getattr(text, "tie_word_embeddings", True):
@@ -63,9 +63,9 @@ class Needs:
         return cls(total, elements, info["kv_bytes_per_token"])
 
     def seconds(self, limits: Limits, rows: int, context: int) -> float:
-        """Return the minimum time of a decode step; with 0 rows of a prompt, without its attention.
+        """Return the minimum seconds of a decode step or, with 0 rows, of a prompt without its attention.
 
-        That is the time of reading weights and KV, or of computing.
+        That is the longer of the time to read weights and KV, and the time to compute.
         """
         nbytes = self.weight_bytes + rows * context * self.kv_bytes
         return max(nbytes / limits.bandwidth, 2 * (rows or context) * self.weights / limits.flops)

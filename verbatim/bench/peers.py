@@ -1,4 +1,4 @@
-"""The systems that run the model's own files: Verbatim and transformers."""
+"""Systems that run the model's own files: Verbatim and transformers."""
 
 from __future__ import annotations
 
@@ -10,37 +10,33 @@ from typing import Any, Protocol
 
 import torch
 
-from verbatim.bench.timing import WARM, seconds, step_times
+from verbatim.api.llm import LLM
+from verbatim.bench.plan import WARM, seconds, step_times
 from verbatim.core import Request
 from verbatim.errors import InvalidRequest, ModelError
-from verbatim.llm import LLM
 from verbatim.params import SamplingParams
 from verbatim.protocols import Forward
 
 
 class Peer(Protocol):
-    """An inference system, called like its own generation loop calls it."""
+    """An inference system, called in the same way as by its own generation loop."""
 
     name: str
 
     def prefill(self, prompt: list[int]) -> float:
-        """Return the seconds for a prompt, to its next token."""
+        """Return the seconds from a prompt to its next token."""
         ...
 
     def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
-        """Return the seconds of each decode step after prompts of one length.
+        """Return the seconds of each decode step after prompts of equal length.
 
-        A system may copy the first prompt; the rows then go on with different ids.
+        A system may copy the first prompt to all rows, which then continue with different ids.
         """
         ...
 
 
 class Ours:
-    """An open engine, stepped by the benchmark.
-
-    Args:
-        llm: not used by anything else meanwhile.
-    """
+    """An open engine, stepped by the benchmark; it must not be used otherwise meanwhile."""
 
     name = "Verbatim"
 
@@ -51,7 +47,7 @@ class Ours:
         self._budget = llm.engine.scheduler.max_batch_tokens
 
     def prefill(self, prompt: list[int]) -> float:
-        """Return the seconds for a prompt, to its next token."""
+        """Return the seconds from a prompt to its next token."""
         return seconds(lambda: self._handle.run(self._admit([prompt], 1)))
 
     def decode(self, prompts: list[list[int]], steps: int, most_s: float = math.inf) -> list[float]:
@@ -61,7 +57,7 @@ class Ours:
             InvalidRequest: a sequence reaches the length limit before all prompts are processed.
         """
         rows, longest = len(prompts), max(map(len, prompts))
-        # Running sequences grow by a token in each step that processes further prompts.
+        # Running sequences grow by one token in each step that processes other prompts.
         num_prefill_steps = math.ceil(sum(map(len, prompts)) / max(1, self._budget - rows)) + rows
         room = self.max_length - longest
         requests = self.add(prompts, max_tokens=min(num_prefill_steps + steps + WARM + 1, room))
@@ -70,8 +66,8 @@ class Ours:
             times = step_times(self._handle.step, steps, most_s)
             if any(request.result is not None for request in requests):
                 raise InvalidRequest(
-                    f"{rows} rows of {longest} tokens: some reach {self.max_length}, which is all "
-                    "that fits, before the others are there; take fewer rows or shorter ones"
+                    f"{rows} rows of {longest} tokens: some reach the limit of {self.max_length} "
+                    "before the others have started; use fewer or shorter rows"
                 )
             return times
         finally:
@@ -79,19 +75,19 @@ class Ours:
                 self._handle.abort(request)
 
     def mixed(self, requests: list[tuple[list[int], int]]) -> tuple[int, float]:
-        """Run all (prompt, number of new tokens) at once; return the number of new tokens and the seconds."""
-        spent = seconds(
+        """Run all (prompt, number of new tokens) at once; return the total of new tokens and the seconds."""
+        duration_s = seconds(
             lambda: self._handle.run(
                 [request for ids, count in requests for request in self._admit([ids], count)]
             )
         )
-        return sum(count for _, count in requests), spent
+        return sum(count for _, count in requests), duration_s
 
     def _skip_prefill(self, requests: list[Request]) -> None:
-        """Process the prompts without forwards, as the cost of decoding does not depend on K and V.
+        """Process the prompts without forwards: decoding costs the same for any values of K and V.
 
         This takes several steps, in which earlier rows grow by some tokens. Rows continue with different
-        ids, as equal ones would select the same experts.
+        ids, because equal ids would select the same experts.
         """
 
         def random_logits(batch: Any) -> Forward:
@@ -106,7 +102,7 @@ class Ours:
             del runner.forward
 
     def add(self, prompts: list[list[int]], *, max_tokens: int) -> list[Request]:
-        """Submit greedy requests, without a step."""
+        """Submit greedy requests, without running a step."""
         requests = self._admit(prompts, max_tokens)
         for request in requests:
             self._handle.submit(request)
@@ -118,10 +114,10 @@ class Ours:
 
 
 class Transformers:
-    """transformers' forward as `generate` calls it, with a dynamic cache and, if supported, SDPA.
+    """transformers' forward, called as in `generate`, with a dynamic cache and, if supported, SDPA.
 
     Raises:
-        ModelError: transformers can't open it.
+        ModelError: transformers can't open the model.
     """
 
     name = "transformers"
@@ -153,7 +149,7 @@ class Transformers:
         if rows > 1:
             try:
                 cache.batch_repeat_interleave(rows)
-            except AttributeError:  # caches of recurrent layers can't
+            except AttributeError:  # caches of recurrent layers lack the method
                 cache = self.make_cache()
                 self._next(torch.tensor([prompt] * rows), cache)
         next_ids = torch.randint(self._vocab, (rows,))

@@ -1,4 +1,4 @@
-"""The benchmark run: interleaved measurements of all systems; medians, ratios, fractions of the limit."""
+"""The benchmark: interleaved measurements of all systems; medians, ratios, fractions of the limit."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import Any
 
 from verbatim.bench.machine import LimitMeter, Limits, Needs
 from verbatim.bench.peers import Ours, Peer
-from verbatim.bench.plan import BenchPlan
-from verbatim.bench.timing import random_ids
+from verbatim.bench.plan import BenchPlan, random_ids
 from verbatim.errors import VerbatimError
 
 
 @dataclass(slots=True)
 class Cell:
-    """One measured workload; `rows` 0 is the prefill of one prompt.
+    """One measured workload: decoding, or the prefill of one prompt if `rows` is 0.
 
     Attributes:
         seconds: seconds of each step or prompt, by system.
-        limits_s: minimum time by the machine's limits, one per round.
+        limits_s: minimum seconds by the machine's limits, one entry per round.
     """
 
     rows: int
@@ -37,12 +36,12 @@ class Cell:
         )
 
     def speed(self, system: str) -> float | None:
-        """Return tokens/s, by the median time."""
+        """Return tokens/s at the median time; None if the system was not measured."""
         times = self.seconds.get(system)
         return (self.rows or self.context) / statistics.median(times) if times else None
 
     def fraction(self, system: str) -> float | None:
-        """Return the fraction of the machine's limit."""
+        """Return the speed as a fraction of the machine's limit; None if the system was not measured."""
         times = self.seconds.get(system)
         return statistics.median(self.limits_s) / statistics.median(times) if times else None
 
@@ -70,8 +69,8 @@ class BenchReport:
     Attributes:
         systems: names in table order, Verbatim first.
         limits: the machine's limits, one per round of each cell.
-        mixed: requests, new tokens and seconds of the mixed workload.
-        remarks: what was left out, with the reason.
+        mixed: numbers of requests and new tokens, and seconds, of the mixed workload.
+        remarks: omitted measurements, with reasons.
     """
 
     systems: list[str]
@@ -92,8 +91,8 @@ class BenchReport:
     def as_json(self) -> dict[str, Any]:
         mixed = None
         if self.mixed is not None:
-            count, tokens, spent = self.mixed
-            mixed = {"requests": count, "new_tokens": tokens, "seconds": spent}
+            count, tokens, duration_s = self.mixed
+            mixed = {"requests": count, "new_tokens": tokens, "seconds": duration_s}
         return {
             "systems": self.systems,
             "bandwidth_bytes_per_s": self.bandwidth if self.limits else None,
@@ -110,16 +109,16 @@ def measure(
     peers: list[Peer],
     machine: LimitMeter,
     needs: Needs,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> BenchReport:
-    """Measure all cells, `plan.rounds` times with all systems in turn; drop a peer when it fails."""
+    """Measure all cells in `plan.rounds` rounds over all systems; a peer that fails is dropped."""
     plan, remarks = plan.fitting(ours.max_length)
     report = BenchReport([ours.name, *(p.name for p in peers)], [], [], None, remarks)
     systems: list[Peer] = [ours, *peers]
     report.cells += [Cell(0, length) for length in plan.prefills]
     report.cells += [Cell(rows, context) for context in plan.contexts for rows in plan.rows]
     for cell in report.cells:
-        say(cell.name)
+        log(cell.name)
         for turn in range(plan.rounds):
             limits = machine.measure()
             report.limits.append(limits)
@@ -138,24 +137,24 @@ def measure(
                     if system is ours:
                         raise
                     systems.remove(system)
-                    report.remarks.append(f"{system.name} left off at {cell.name}: {error}")
+                    report.remarks.append(f"{system.name} stopped at {cell.name}: {error}")
                     continue
                 cell.seconds.setdefault(system.name, []).extend(times)
     if plan.mixed:
-        say("a mixed workload")
-        requests = _mixed(plan.mixed, ours.vocab, ours.max_length)
+        log("a mixed workload")
+        requests = _mixed_requests(plan.mixed, ours.vocab, ours.max_length)
         report.mixed = len(requests), *ours.mixed(requests)
     return report
 
 
-def _mixed(count: int, vocab: int, max_length: int) -> list[tuple[list[int], int]]:
-    """Return (prompt, number of new tokens), 16 to 512 and 8 to 256 tokens if they fit, with a fixed seed."""
+def _mixed_requests(count: int, vocab: int, max_length: int) -> list[tuple[list[int], int]]:
+    """Return pairs of a prompt (16 to 512 ids) and a number of new tokens (8 to 256), from a fixed seed."""
     rng = random.Random(7)
-    longest, most = min(512, max_length // 2), min(256, max_length // 4)
+    max_prompt, max_new = min(512, max_length // 2), min(256, max_length // 4)
     return [
         (
-            random_ids(rng.randint(min(16, longest), longest), vocab),
-            rng.randint(min(8, most), most),
+            random_ids(rng.randint(min(16, max_prompt), max_prompt), vocab),
+            rng.randint(min(8, max_new), max_new),
         )
         for _ in range(count)
     ]

@@ -1,6 +1,6 @@
-"""The `verbatim` command: one file per command; `commands` collects them.
+"""The entry point of the `verbatim` command; it imports almost nothing before Ctrl-C is handled.
 
-This module is the entry point. It imports next to nothing before Ctrl-C is handled.
+Each command has its own file; `commands` collects them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> NoReturn:
     """
     try:
         interrupts.handle()
-        # A file that is opened in the place of a closed stream would get the messages of libraries.
+        # Fill the descriptors of closed standard streams: a file opened there would get libraries' messages.
         while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
             pass
         os.close(fd)
@@ -36,10 +36,10 @@ def main() -> NoReturn:
             status = status or 1
     except KeyboardInterrupt:
         interrupts.leave()
-    except BaseException:  # a library may turn a KeyboardInterrupt into an error of its own
-        if not interrupts.came():
+    except BaseException:  # a library may convert a KeyboardInterrupt to another error
+        if not interrupts.interrupted():
             raise
         interrupts.leave()
-    if status not in (0, interrupts.EXIT_INTERRUPTED) and interrupts.came():
+    if status not in (0, interrupts.EXIT_INTERRUPTED) and interrupts.interrupted():
         interrupts.leave()
     os._exit(status)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verbatim.cli.interrupts import EXIT_INTERRUPTED
-from verbatim.cli.options import MODEL, take_model, takes
-from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
+from verbatim.cli.options import MODEL, pop_model, with_options
+from verbatim.cli.placing import CLUSTER, OFFLOAD, opened_llm, placement_of
 from verbatim.cli.terminal import EXIT_ERROR, WrongUsage, need_packages, note
 from verbatim.errors import VerbatimError
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _PROGRESS_S = 30.0  # between progress lines, if stderr is not a terminal
 
 
-@takes(*MODEL, *OFFLOAD, *CLUSTER)
+@with_options(*MODEL, *OFFLOAD, *CLUSTER)
 def batch(
     arguments: Annotated[
         list[str],
@@ -50,18 +50,21 @@ def batch(
     """
     if len(arguments) < 2:
         raise WrongUsage("missing argument OUT.jsonl")
-    source, target = take_model(arguments, 2, values)
+    source, target = pop_model(arguments, 2, values)
     need_packages("batch", "prometheus_client", "pydantic", "starlette")
     from verbatim.serve.records import Records
 
     placement = placement_of(values)
-    with Records(target, source) as records, opened(values, placement) as llm:
+    with Records(target, source) as records, opened_llm(values, placement) as llm:
         import asyncio
 
         from verbatim.serve.batch import BatchRun
 
         run = BatchRun(llm, records, name=name, in_flight=in_flight)
-        _warn(run, records)
+        current = run.service.name, run.service.fingerprint
+        if records.first_identity not in (None, current):
+            before = " with ".join(records.first_identity or ())
+            note(f"{records.path} was started by {before}; resuming with {' with '.join(current)}")
         resume = "the same command resumes there"
         try:
             with _shown(run) as on_record:
@@ -71,28 +74,17 @@ def batch(
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except VerbatimError as error:
             raise VerbatimError(f"{error}; {_count(records)} in {target}; {resume}") from error
-    note(_summary(run, records))
+    errors = f", {records.num_errors:,} of them errors" if records.num_errors else ""
+    before = f" ({run.num_skipped:,} from earlier runs)" if run.num_skipped else ""
+    speed = f"{run.num_tokens:,} tokens in {run.seconds:.2f} s ({_speed(run)})"
+    note(f"{_count(records)} in {records.path}{errors}{before}; {speed}")
     if records.num_errors:
         raise typer.Exit(EXIT_ERROR)
-
-
-def _warn(run: BatchRun, records: Records) -> None:
-    now = run.service.name, run.service.fingerprint
-    if records.begun_with not in (None, now):
-        before = " with ".join(records.begun_with or ())
-        note(f"{records.path} was started by {before}; resuming with {' with '.join(now)}")
 
 
 def _count(records: Records) -> str:
     number = records.num_records
     return "1 line is" if number == 1 else f"{number:,} lines are"
-
-
-def _summary(run: BatchRun, records: Records) -> str:
-    errors = f", {records.num_errors:,} of them errors" if records.num_errors else ""
-    before = f" ({run.num_skipped:,} from earlier runs)" if run.num_skipped else ""
-    speed = f"{run.num_tokens:,} tokens in {run.seconds:.2f} s ({_speed(run)})"
-    return f"{_count(records)} in {records.path}{errors}{before}; {speed}"
 
 
 def _speed(run: BatchRun) -> str:
@@ -112,7 +104,7 @@ def _shown(run: BatchRun) -> Iterator[Callable[[], object]]:
         leave=False,
         bar_format=form,
         mininterval=0.1 if is_terminal else _PROGRESS_S,
-        miniters=0,  # else the lines that an earlier run has answered set how many make a change
+        miniters=0,  # otherwise tqdm adapts it to the lines of earlier runs
         smoothing=0,
     ) as bar:
 
@@ -121,7 +113,7 @@ def _shown(run: BatchRun) -> Iterator[Callable[[], object]]:
             parts = [f"{run.num_done + run.num_skipped:,} lines"]
             parts += [f"{errors:,} error{'' if errors == 1 else 's'}"] if errors else []
             bar.set_description_str(", ".join([*parts, _speed(run)]), refresh=False)
-            bar.initial = run.bytes_skipped  # which say nothing of the speed
+            bar.initial = run.bytes_skipped  # excluded from the speed
             if bar.update(run.bytes_done - bar.n) and not is_terminal:
                 note(str(bar))
 

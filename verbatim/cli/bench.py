@@ -10,46 +10,43 @@ import typer
 
 from verbatim.bench.converted import CONVERTED, installed
 from verbatim.bench.plan import BenchPlan
-from verbatim.cli.options import MODEL, Option, fields_of, given, numbers, takes
-from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
+from verbatim.cli.options import MODEL, Option, fields_of, given_options, numbers, with_options
+from verbatim.cli.placing import CLUSTER, OFFLOAD, opened_llm, placement_of
 from verbatim.cli.terminal import WrongUsage, note
 from verbatim.errors import InvalidRequest, ModelError
 
 if TYPE_CHECKING:
+    from verbatim.api.llm import LLM
     from verbatim.bench.run import BenchReport
-    from verbatim.llm import LLM
 
-_WORK, _PEERS = "Workload", "Other systems"
+_WORKLOAD_PANEL, _PEERS_PANEL = "Workload", "Other systems"
 
 
 WORKLOAD = (
-    *(
-        option
-        for name in ("rows", "contexts", "prefills")
-        for option in fields_of(
-            BenchPlan(),
-            _WORK,
-            name,
-            "N,N,...",
-            read=numbers(name, "integers of 1 or more, such as 1,8,32"),
-        )
+    *fields_of(
+        BenchPlan(),
+        _WORKLOAD_PANEL,
+        "rows contexts prefills",
+        "N,N,...",
+        read=numbers,
+        what="integers of 1 or more, such as 1,8,32",
     ),
-    *fields_of(BenchPlan(), _WORK, "mixed rounds steps"),
+    *fields_of(BenchPlan(), _WORKLOAD_PANEL, "mixed rounds steps"),
 )
 OTHERS = (
-    Option("peers", bool, _PEERS, "Measure transformers on the same model.", default=True),
-    Option("gguf", str, _PEERS, "GGUF file of the same model, to measure llama.cpp.", "FILE"),
+    Option("peers", bool, _PEERS_PANEL, "Measure transformers on the same model.", default=True),
+    Option("gguf", str, _PEERS_PANEL, "GGUF file of the same model, to measure llama.cpp.", "FILE"),
     Option(
         "openvino",
         str,
-        _PEERS,
+        _PEERS_PANEL,
         "optimum export of the same model, to measure OpenVINO.",
         "FOLDER",
     ),
 )
 
 
-@takes(*WORKLOAD, *OTHERS, *MODEL, *OFFLOAD, *CLUSTER, positional_model=True)
+@with_options(*WORKLOAD, *OTHERS, *MODEL, *OFFLOAD, *CLUSTER, positional_model=True)
 def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[
@@ -63,25 +60,30 @@ def bench(
     time to read weights and KV cache once, or to compute the matrix products, measured in the same turns.
     """
     try:
-        plan = BenchPlan(**given(values, WORKLOAD))
+        plan = BenchPlan(**given_options(values, WORKLOAD))
     except InvalidRequest as error:
         raise WrongUsage(f"--{error}") from None
     _check(plan, plot, values)
     placement = placement_of(values)
     if values["max_sequences"] is None:
         values["max_sequences"] = max(plan.rows, default=1)
-    with opened(values, placement) as llm:
+    with opened_llm(values, placement) as llm:
         report = _measure(llm, plan, values, placement is None and values["peers"] is not False)
     if as_json:
         typer.echo(json.dumps(report.as_json()))
     else:
         _print(report)
     if plot is not None:
-        _draw(report, plot)
+        from verbatim.bench.run import plot as draw
+
+        try:
+            draw(report, Path(plot))
+        except (OSError, ValueError) as error:
+            raise InvalidRequest(f"--plot {plot}: {error}") from None
 
 
 def _check(plan: BenchPlan, plot: str | None, values: dict[str, Any]) -> None:
-    """Check up front what would otherwise fail after minutes."""
+    """Reject options that would otherwise fail after minutes."""
     if not (plan.prefills or (plan.rows and plan.contexts) or plan.mixed):
         raise WrongUsage(
             "nothing to measure: no prefills, no rows with contexts, no mixed requests"
@@ -137,15 +139,6 @@ def _measure(
     return report
 
 
-def _draw(report: BenchReport, path: str) -> None:
-    from verbatim.bench.run import plot
-
-    try:
-        plot(report, Path(path))
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(f"--plot {path}: {error}") from None
-
-
 def _print(report: BenchReport) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -173,10 +166,10 @@ def _print(report: BenchReport) -> None:
             highlight=False,
         )
     if report.mixed is not None:
-        count, tokens, spent = report.mixed
+        count, tokens, seconds = report.mixed
         console.print(
-            f"mixed: {count} requests, {tokens:,} new tokens in {spent:.1f} s, "
-            f"{tokens / spent:,.0f} tokens/s",
+            f"mixed: {count} requests, {tokens:,} new tokens in {seconds:.1f} s, "
+            f"{tokens / seconds:,.0f} tokens/s",
             highlight=False,
         )
     for remark in report.remarks:

@@ -8,16 +8,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verbatim.cli.options import DEFAULT_MAX_TOKENS, MODEL, SAMPLING, given, seeded, takes
-from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
+from verbatim.cli.options import (
+    DEFAULT_MAX_TOKENS,
+    MODEL,
+    SAMPLING,
+    given_options,
+    seeded,
+    with_options,
+)
+from verbatim.cli.placing import CLUSTER, OFFLOAD, opened_llm, placement_of
 from verbatim.cli.terminal import WrongUsage, note, one_line, read_stream
+from verbatim.common.files import MAX_TEXT_BYTES
 from verbatim.errors import EngineClosed, InvalidRequest, PromptTooLong, VerbatimError
-from verbatim.files import MAX_TEXT_BYTES
 from verbatim.params import SamplingParams
 
 if TYPE_CHECKING:
+    from verbatim.api.llm import LLM
     from verbatim.core import Result
-    from verbatim.llm import LLM
 
 HELP = """/clear  clear the conversation
 /exit   quit (also Ctrl-D)
@@ -25,7 +32,7 @@ HELP = """/clear  clear the conversation
 Ctrl-C ends an answer and keeps the part already generated; at the prompt it quits."""
 
 
-@takes(*SAMPLING, *MODEL, *OFFLOAD, *CLUSTER, show_defaults=False, positional_model=True)
+@with_options(*SAMPLING, *MODEL, *OFFLOAD, *CLUSTER, show_defaults=False, positional_model=True)
 def chat(
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="System message.")
@@ -33,12 +40,16 @@ def chat(
     **values: Any,
 ) -> None:
     """Chat with a model. Sampling defaults come from the model's generation_config.json."""
-    fields = given(values, SAMPLING)
+    fields = given_options(values, SAMPLING)
     SamplingParams(**fields)  # reject invalid options before a model is opened
     begin = [] if system is None else [{"role": "system", "content": system}]
-    with opened(values, placement_of(values)) as llm:
+    with opened_llm(values, placement_of(values)) as llm:
         params = llm.default_params().replace(**({"max_tokens": DEFAULT_MAX_TOKENS} | fields))
-        note(f"{_described(params)}\n/help lists the commands")
+        # The temperature, max_tokens, and the fields that differ from their defaults.
+        always = {name: getattr(params, name) for name in ("temperature", "max_tokens")}
+        shown = (f"{name}={value!r:.60}" for name, value in (always | params.changed()).items())
+        note(f"sampling (the model's defaults and your options): {', '.join(shown)}")
+        note("/help lists the commands")
         messages = begin
         for line in _lines():
             text = line.strip()
@@ -55,13 +66,6 @@ def chat(
                 messages = _turn(llm, params, messages, text)
 
 
-def _described(params: SamplingParams) -> str:
-    """Describe the sampling in effect: every field that is not at its default."""
-    always = {name: getattr(params, name) for name in ("temperature", "max_tokens")}
-    shown = (f"{name}={value!r:.60}" for name, value in (always | params.changed()).items())
-    return "sampling (the model's defaults and your options): " + ", ".join(shown)
-
-
 def _turn(
     llm: LLM, params: SamplingParams, messages: list[dict[str, str]], text: str
 ) -> list[dict[str, str]]:
@@ -69,9 +73,9 @@ def _turn(
 
     Ctrl-C ends the answer early. A turn that fails is not part of the conversation.
     """
-    asked, params = [*messages, {"role": "user", "content": text}], seeded(params)
+    conversation, params = [*messages, {"role": "user", "content": text}], seeded(params)
     try:
-        texts, _, result = read_stream(llm.chat_stream(asked, params), live=True)
+        texts, _, result = read_stream(llm.chat_stream(conversation, params), live=True)
     except EngineClosed:
         raise
     except VerbatimError as error:
@@ -81,7 +85,7 @@ def _turn(
     sys.stdout.write("\n")
     sys.stdout.flush()
     note(f"({_ended(result)}seed {params.seed})")
-    return [*asked, {"role": "assistant", "content": texts[0]}]
+    return [*conversation, {"role": "assistant", "content": texts[0]}]
 
 
 def _ended(result: Result | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -18,8 +19,8 @@ from verbatim.cli.terminal import WrongUsage, size_text
 from verbatim.errors import NotSupported, VerbatimError
 
 PORT = 6379
-_LIMIT_S = 120.0  # for one of Ray's own commands
-_STORE_BYTES = 100_000_000  # Ray's object store, which holds nothing of a stage
+_TIMEOUT_S = 120.0  # timeout of a Ray command
+_STORE_BYTES = 100_000_000  # size of Ray's object store, which stages do not use
 
 cluster = typer.Typer(
     name="cluster",
@@ -51,11 +52,11 @@ def start(
     Joining requires this machine's token, which is created if there is none.
     """
     _check_ray()
-    where = _own_address(node_ip_address)
-    from verbatim.placement.distributed.contact import make_token, token_path
+    ip_option = _own_address(node_ip_address)
+    from verbatim.placement.distributed.ray_hosts import make_token, token_path
 
     is_new = make_token()
-    output = _ray("start", "--head", f"--port={port}", *where, *_FRUGAL, *(extra or []))
+    output = _ray("start", "--head", f"--port={port}", *ip_option, *_RAY_OPTIONS, *(extra or []))
     address = f"{node_ip_address or _head_address(output)}:{port}"
     source = "RAY_AUTH_TOKEN"
     copy_token = "export RAY_AUTH_TOKEN=...  # the same"
@@ -91,10 +92,10 @@ def join(
 ) -> None:
     """Join this machine to a cluster."""
     _check_ray()
-    from verbatim.placement.distributed.contact import answers, has_token
+    from verbatim.placement.distributed.ray_hosts import answers, has_token
 
     host, port = _host_port(head)
-    where = _own_address(node_ip_address)
+    ip_option = _own_address(node_ip_address)
     if not has_token():
         raise VerbatimError(
             f"this machine has no token: copy the head's with `mkdir -p ~/.ray && "
@@ -104,7 +105,7 @@ def join(
         raise VerbatimError(
             f"no answer from {host}:{port}: is a cluster started there (`verbatim cluster start`)?"
         )
-    _ray("start", f"--address={host}:{port}", *where, *_FRUGAL[1:], *(extra or []))
+    _ray("start", f"--address={host}:{port}", *ip_option, *_RAY_OPTIONS[1:], *(extra or []))
     typer.echo(f"This machine has joined the cluster at {host}:{port}.")
 
 
@@ -133,7 +134,7 @@ def status(
 ) -> None:
     """Show the machines of a cluster, and the stages of each open model."""
     _check_ray()
-    from verbatim.placement.distributed.contact import cluster_status
+    from verbatim.placement.distributed.ray_hosts import cluster_status
 
     status = cluster_status(address)
     typer.echo(json.dumps(status) if as_json else _text(status))
@@ -141,7 +142,7 @@ def status(
 
 # ---- Ray's commands
 
-_FRUGAL = (
+_RAY_OPTIONS = (
     "--include-dashboard=false",
     "--disable-usage-stats",
     f"--object-store-memory={_STORE_BYTES}",
@@ -157,14 +158,14 @@ def _check_ray() -> None:
 
 
 def _own_address(address: str | None) -> list[str]:
-    """Return Ray's option for an address of this machine; with another one, Ray would wait forever."""
+    """Return Ray's option for an address of this machine; refuse others, for which Ray would wait forever."""
     if address is None:
         return []
     try:
         family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((address, 0))
-    except (OSError, UnicodeError) as error:  # the latter of "a..b"
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name such as "a..b"
         why = getattr(error, "strerror", None) or "not a host name"
         raise WrongUsage(
             f"--node-ip-address {address!r} is not an address of this machine: {why}"
@@ -182,20 +183,16 @@ def _host_port(text: str) -> tuple[str, int]:
 
 
 def _ray(*arguments: str) -> str:
-    """Run one of Ray's own commands and return its output.
-
-    Raises:
-        VerbatimError: the command failed; the message has its last line.
-    """
+    """Run a Ray command and return its output; raise VerbatimError with its last line if it fails."""
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
     line = [sys.executable, "-m", "ray.scripts.scripts", *arguments, "--log-style=record"]
     with tempfile.TemporaryFile() as output:  # a pipe would stay open in the daemons
         files: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
-            status = subprocess.run(line, **files, env=environment, timeout=_LIMIT_S).returncode
+            status = subprocess.run(line, **files, env=environment, timeout=_TIMEOUT_S).returncode
         except subprocess.TimeoutExpired:
             raise VerbatimError(
-                f"`ray {arguments[0]}` did not finish within {_LIMIT_S:.0f} s: see "
+                f"`ray {arguments[0]}` did not finish within {_TIMEOUT_S:.0f} s: see "
                 "/tmp/ray/session_latest/logs"
             ) from None
         output.seek(0)
@@ -218,11 +215,8 @@ def _reason(command: str, text: str) -> str:
 
 def _head_address(text: str) -> str:
     """Return the head's address from the output of `ray start`."""
-    for line in text.splitlines():
-        _, found, address = line.partition("Local node IP: ")
-        if found:
-            return address.strip()
-    return socket.gethostname()
+    found = re.search(r"Local node IP: (\S+)", text)
+    return found[1] if found else socket.gethostname()
 
 
 # ---- output
@@ -236,8 +230,10 @@ def _text(status: Mapping[str, Any]) -> str:
         for m in status["machines"]
     ]
     for name, stages in status["clusters"].items():
+        rows = [_HEADER, *map(_row, stages)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines += ["", f"model {name}"]
-        lines += _table([_HEADER, *(_row(stage) for stage in stages)])
+        lines += ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     if not status["clusters"]:
         lines += ["", "no open models"]
     return "\n".join(lines)
@@ -266,12 +262,3 @@ def _row(stage: Mapping[str, Any]) -> tuple[str, ...]:
         "" if hop is None else f"{hop * 1000:.2f} ms",
         str(stage["restarts"]),
     )
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

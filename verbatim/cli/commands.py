@@ -1,7 +1,7 @@
 """All commands, as one typer application.
 
-A command is imported when it is called, and none imports torch before it has checked its options: so
-`verbatim --help` and a mistyped option respond at once.
+To respond at once to `verbatim --help` and mistyped options, a command is imported when it is called, and
+imports torch only after it has checked its options.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typer.main import get_command
 
 from verbatim._version import __version__
 from verbatim.cli.interrupts import EXIT_BROKEN_PIPE
-from verbatim.cli.terminal import note, reported
+from verbatim.cli.terminal import note, reporting_errors
 
-# The first sentence of each command's help; a command lies in a module of its name.
+# The first sentence of each command's help. A command is in the module of the same name.
 COMMANDS = {
     "generate": "Complete one prompt: an argument, a file, token ids, or stdin.",
     "chat": "Chat with a model. Sampling defaults come from the model's generation_config.json.",
@@ -35,21 +35,21 @@ COMMANDS = {
 
 
 class _Commands(TyperGroup):
-    """The commands, with their errors as one line and an exit status."""
+    """Imports a command when it is called; reports an error as one line and an exit status."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, stub, rest = super().resolve_command(ctx, args)
         if stub is None or stub.name is None:
             return name, stub, rest
-        found = getattr(import_module(f"verbatim.cli.{stub.name}"), stub.name)
-        if not isinstance(found, typer.Typer):
-            alone = typer.Typer(add_completion=False)
-            alone.command()(found)
-            found = alone
-        return name, get_command(found), rest
+        command = getattr(import_module(f"verbatim.cli.{stub.name}"), stub.name)
+        if not isinstance(command, typer.Typer):
+            single = typer.Typer(add_completion=False)
+            single.command()(command)
+            command = single
+        return name, get_command(command), rest
 
     def invoke(self, ctx: Any) -> Any:
-        with reported():
+        with reporting_errors():
             return super().invoke(ctx)
 
 
@@ -90,7 +90,7 @@ def run() -> int:
         if isinstance(end.__context__, BrokenPipeError):  # typer's status is 1
             return EXIT_BROKEN_PIPE
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except OSError as error:  # the help, on a full disk
+    except OSError as error:  # printing the help, for example on a full disk
         note(f"verbatim: can't write to stdout: {error.strerror or error}")
         return 1
     return 0

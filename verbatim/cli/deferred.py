@@ -1,8 +1,8 @@
-"""Opens a model without the packages that transformers imports and no command uses.
+"""Speeds up opening a model, by not importing packages that transformers imports and commands do not use.
 
 `transformers.modeling_utils` imports torch's compiler, DTensor (with sympy) and scipy, and building a module
 on the meta device imports the compiler and sympy again. Together they take longer than torch itself. A
-command is a process of its own, so it may do without them, as on a machine that has not installed them.
+command has its own process, so it can run as if they were not installed.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-_MODELS = "transformers.modeling_layers"  # what every model of transformers imports
+_MODELS = "transformers.modeling_layers"  # imported by every model of transformers
 
-# Packages that transformers imports where they are installed, for training and for formats that
-# verbatim/weights/ reads itself. torchao also complains on stderr about libraries that it can't load.
+# Packages that transformers imports if they are installed, for training and for formats that
+# verbatim/weights/ reads itself. torchao also warns on stderr about libraries that it can't load.
 _OPTIONAL = ("accelerate", "scipy", "sklearn", "torchao")
 
 _MASKS = "torch._dynamo._trace_wrapped_higher_order_op"
 _DTENSOR = "torch.distributed.tensor"
 _SYMBOLS = "torch.fx.experimental.symbolic_shapes"
 
-# What torch asks about sizes on the meta device, where no size is a symbol.
+# torch's functions on symbolic sizes, for the meta device, on which no size is symbolic.
 _STATIC: dict[str, Callable[..., Any]] = {
     "expect_true": bool,
     "guard_or_false": bool,
@@ -45,9 +45,9 @@ _STATIC: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def deferred_imports() -> Iterator[None]:
-    """Import what opening a model needs, and none of these packages until the end of the block.
+    """Import the modules that opening a model needs, and block the unused packages during the block.
 
-    In a process that has imported transformers already, and with VERBATIM_DEFER=0, nothing is.
+    Does nothing if transformers is imported already, or with VERBATIM_DEFER=0.
     """
     if "transformers" in sys.modules or os.environ.get("VERBATIM_DEFER") == "0":
         yield
@@ -59,19 +59,19 @@ def deferred_imports() -> Iterator[None]:
     ) -> Any:
         importer = (globals or {}).get("__name__", "")
         if level == 0 and name not in sys.modules:
-            if found := _stand_in(name, importer, fromlist or ()):
-                return found
+            if stub := _substitute(name, importer, fromlist or ()):
+                return stub
         module = original(name, globals, locals, fromlist, level)
         if name == "utils.import_utils" and importer == "transformers":
-            _read_ends(module)
+            _patch_all_parser(module)
         return module
 
     builtins.__import__ = import_
     try:
-        gc.disable()  # what is imported stays, and need not be looked through again and again
+        gc.disable()  # imported objects stay, so repeated collections would be wasted
         try:
             _import_models()
-            importlib.import_module("verbatim.llm")
+            importlib.import_module("verbatim.api.llm")
             gc.freeze()
         finally:
             gc.enable()
@@ -82,35 +82,35 @@ def deferred_imports() -> Iterator[None]:
             del sys.modules[_DTENSOR]
 
 
-def _stand_in(name: str, importer: str, names: tuple[str, ...]) -> SimpleNamespace | None:
-    """Return what an import statement gets in place of a module; None: the module."""
+def _substitute(name: str, importer: str, names: tuple[str, ...]) -> SimpleNamespace | None:
+    """Return the substitute for a module in an import statement; None to import the module."""
     if name == _COMPILER.__name__ and importer in ("torch._compile", "torch.compiler"):
         return SimpleNamespace(_dynamo=_COMPILER)
     if name == _MASKS and importer.startswith("transformers."):
-        return SimpleNamespace(**{each: _later(name, each) for each in names})
+        return SimpleNamespace(**{each: _lazy_function(name, each) for each in names})
     if name == _SYMBOLS and importer.startswith("torch") and _STATIC.keys() >= set(names):
         return SimpleNamespace(**_STATIC)
     if name == _DTENSOR and importer == "transformers.core_model_loading":
-        # torch asks whether a tensor of any subclass is a DTensor, and takes the module from this table.
+        # torch checks tensors of any subclass for DTensor, which it looks up in `sys.modules`.
         sys.modules[name] = SimpleNamespace(DTensor=type("DTensor", (), {}))  # type: ignore[assignment]
     if name == "sympy" and importer == "torch._prims_common":
         return SimpleNamespace(Basic=())  # for isinstance: a type without instances
     return None
 
 
-def _read_ends(module: Any) -> None:
-    """Let transformers look for `__all__` from the end of each of its 3,400 files, not line by line."""
+def _patch_all_parser(module: Any) -> None:
+    """Make transformers look for `__all__` only at the end of each of its 3,400 files, not line by line."""
     if names_of := getattr(module, "fetch__all__", None):
         module.fetch__all__ = lambda text: names_of(text[text.rfind("\n__all__") + 1 :])
 
 
-def _later(module: str, name: str) -> Callable[..., Any]:
-    """Return a function that imports the module when it is called, and calls the name in it."""
+def _lazy_function(module: str, name: str) -> Callable[..., Any]:
+    """Return a function that, when called, imports `module` and calls its function `name`."""
     return lambda *args, **kwargs: getattr(importlib.import_module(module), name)(*args, **kwargs)
 
 
 def _import_models() -> None:
-    """Import what transformers' models need, as where torch.distributed and `_OPTIONAL` are missing."""
+    """Import the base of transformers' models, as if torch.distributed and `_OPTIONAL` were missing."""
     import torch
 
     missing: Any = {name: None for name in _OPTIONAL if name not in sys.modules}
@@ -118,17 +118,17 @@ def _import_models() -> None:
     try:
         sys.modules |= missing
         torch.distributed.is_available = lambda: False
-        vars(torch)["_dynamo"] = _COMPILER  # transformers reaches its decorators as attributes, too
+        vars(torch)["_dynamo"] = _COMPILER  # transformers also uses its decorators as attributes
         importlib.import_module(_MODELS)
     finally:
-        vars(torch).pop("_dynamo")  # torch finds the module again
+        vars(torch).pop("_dynamo")  # from here on torch imports the real module
         torch.distributed.is_available = is_available
         for name in missing:
             del sys.modules[name]
 
 
 class _Compiler(ModuleType):
-    """The decorators of torch's compiler, which leave functions as they are."""
+    """Stand-in for torch's compiler: its decorators return functions unchanged."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("allow_in_graph", "assume_constant_result", "disable"):

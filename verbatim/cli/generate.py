@@ -16,27 +16,23 @@ from verbatim.cli.options import (
     MODEL,
     SAMPLING,
     adapters_of,
-    given,
+    given_options,
+    pop_model,
     seeded,
-    take_model,
-    takes,
+    with_options,
 )
-from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
-from verbatim.cli.terminal import (
-    WrongUsage,
-    note,
-    read_stream,
-)
-from verbatim.files import read_file, read_stdin
+from verbatim.cli.placing import CLUSTER, OFFLOAD, opened_llm, placement_of
+from verbatim.cli.terminal import WrongUsage, note, read_stream
+from verbatim.common.files import read_file, read_stdin
+from verbatim.common.plain import to_json
 from verbatim.params import SamplingParams
-from verbatim.plain import to_json
 
 if TYPE_CHECKING:
+    from verbatim.api.llm import LLM
     from verbatim.core import Result
-    from verbatim.llm import LLM
 
 
-@takes(*SAMPLING, *GENERATE_ONLY, *MODEL, ADAPTERS, *OFFLOAD, *CLUSTER)
+@with_options(*SAMPLING, *GENERATE_ONLY, *MODEL, ADAPTERS, *OFFLOAD, *CLUSTER)
 def generate(
     arguments: Annotated[
         list[str] | None,
@@ -59,19 +55,19 @@ def generate(
 
     Text is written to stdout as it is generated. The last line, with counts and speed, goes to stderr.
     """
-    prompts = take_model(arguments or [], 1, values)
+    prompts = pop_model(arguments or [], 1, values)
     files, texts_of_ids = [[] if value is None else [value] for value in (file, ids)]
     given_by = ["PROMPT"] * len(prompts) + ["--file"] * len(files) + ["--ids"] * len(texts_of_ids)
     if len(given_by) > 1:
         raise WrongUsage(f"give one prompt, not {' and '.join(given_by)}")
     (source,) = read_sources("prompt", prompts, files, texts_of_ids)
-    fields = {"max_tokens": DEFAULT_MAX_TOKENS} | given(values, (*SAMPLING, *GENERATE_ONLY))
+    fields = {"max_tokens": DEFAULT_MAX_TOKENS} | given_options(values, (*SAMPLING, *GENERATE_ONLY))
     for name in ("logprobs", "prompt_logprobs", "record_routing", "record_indices", "support"):
         if name in fields and not as_json:
             raise WrongUsage(f"--{name.replace('_', '-')} requires --json")
     fields["adapter"] = next(iter(adapters_of(values)), None)
     params = seeded(SamplingParams(**fields))
-    with opened(values, placement_of(values)) as llm:
+    with opened_llm(values, placement_of(values)) as llm:
         _run(llm, source, params, as_json)
 
 

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from verbatim.cli.options import MODEL, open_llm, takes
+from verbatim.cli.options import MODEL, open_llm, with_options
 from verbatim.cli.terminal import size_text
 
 
-@takes(*MODEL, positional_model=True)
+@with_options(*MODEL, positional_model=True)
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     **values: Any,

@@ -16,12 +16,12 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report it
 
 _SHOW_CURSOR = b"\x1b[?25h"
-_came = False
+_interrupted = False
 
 
 def handle() -> None:
-    """Handle Ctrl-C until a model is open, and on a terminal the signals that end or stop a process."""
-    # A shell starts background jobs with Ctrl-C ignored: then it stays ignored.
+    """Handle Ctrl-C until a model is open and, on a terminal, the signals that end or stop a process."""
+    # A shell starts background jobs with SIGINT ignored; it stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
         sys.unraisablehook = _interrupted_in_destructor
@@ -31,24 +31,24 @@ def handle() -> None:
                 signal.signal(number, _restore_and_signal)
 
 
-def opened() -> None:
-    """Raise KeyboardInterrupt on every Ctrl-C from here on, as asyncio expects it: a model is open.
+def restore_default() -> None:
+    """Restore Python's own handling of Ctrl-C, which asyncio expects, once a model is open.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C came before, and a library swallowed it.
+        KeyboardInterrupt: Ctrl-C came earlier, and a library swallowed the exception.
     """
     if signal.getsignal(signal.SIGINT) is _interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if _came:
+        if _interrupted:
             raise KeyboardInterrupt
 
 
 def leave() -> NoReturn:
-    """Exit at once, with the status and the line of an interrupted command."""
+    """Exit at once, with the status and the message of an interrupted command."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = b"verbatim: interrupted\n"
     if _terminal.restore():
-        line = b"\r\x1b[K" + line  # in the place of a progress display
+        line = b"\r\x1b[K" + line  # overwrites a progress display
     try:
         os.write(2, line)
     except OSError:  # stderr is closed
@@ -57,37 +57,34 @@ def leave() -> NoReturn:
 
 
 def _interrupt(_number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, except within an import.
+    """Raise KeyboardInterrupt, or exit at once within an import.
 
-    There it would be printed as a traceback, be caught by a library, or turn into an ImportError.
+    There, the exception would be printed, caught by a library, or converted to an ImportError.
     """
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             leave()
         frame = frame.f_back
-    global _came
-    _came = True
+    global _interrupted
+    _interrupted = True
     raise KeyboardInterrupt
 
 
-def came() -> bool:
-    """Return whether Ctrl-C came before a model was open, whatever its KeyboardInterrupt turned into."""
-    return _came
+def interrupted() -> bool:
+    """Return whether Ctrl-C came before a model was open, even if a library swallowed the exception."""
+    return _interrupted
 
 
 def _interrupted_in_destructor(unraisable: sys.UnraisableHookArgs) -> None:
-    """Act on a KeyboardInterrupt within a destructor or a weak reference's callback.
-
-    Python would print and ignore it.
-    """
+    """Handle a KeyboardInterrupt in a destructor or weakref callback, which Python would print and ignore."""
     if not isinstance(unraisable.exc_value, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
     elif signal.getsignal(signal.SIGINT) is _interrupt:
         leave()
-    else:  # raise it again outside the destructor, so that what is open gets closed
+    else:  # raise it again outside the destructor, so that open resources are closed
         import threading
 
-        # To the process, not to the timer's thread: it ends a wait of the main thread.
+        # Sent to the process, not the timer's thread, so that it interrupts a wait of the main thread.
         threading.Timer(0.01, os.kill, [os.getpid(), signal.SIGINT]).start()
 
 
@@ -96,7 +93,7 @@ def _restore_and_signal(number: int, _frame: FrameType | None) -> None:
     changed = _terminal.restore()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
-    # Only a stopped process gets here, once it is continued.
+    # Only a stopped process reaches this point, once it is continued.
     signal.signal(number, _restore_and_signal)
     _terminal.change(changed)
 
@@ -112,21 +109,21 @@ class _Terminal:
         self._initial: list[Any] = []
 
     def open(self) -> bool:
-        """Note the terminal's state; return whether there is a terminal."""
+        """Save the terminal's state; return whether there is a terminal."""
         self._fd = next((fd for fd in (2, 1, 0) if os.isatty(fd)), -1)
         if self._fd >= 0:
             self._initial = termios.tcgetattr(self._fd)
         return self._fd >= 0
 
     def restore(self) -> list[Any]:
-        """Restore the state at the start; return the one before."""
+        """Restore the initial state; return the state before."""
         changed = self.change(self._initial)
         if changed:
             os.write(self._fd, _SHOW_CURSOR)
         return changed
 
     def change(self, state: list[Any]) -> list[Any]:
-        """Set the terminal's state if it is this process's to set; return the one before, or []."""
+        """Set the terminal's state if this process is in the foreground; return the state before, or []."""
         try:
             # In the background, another process has the terminal, and setting it stops this one.
             if not state or os.tcgetpgrp(self._fd) != os.getpgrp():

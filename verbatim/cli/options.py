@@ -1,7 +1,7 @@
-"""The options that several commands share: one table for their help, types and checks.
+"""The options that several commands share, with their help, types and checks.
 
-An option has its Python name with dashes. None, or an empty list, means that it was not given; the
-defaults are those of `SamplingParams` and `LLM`.
+An option's flag is its Python name with dashes. None, or an empty list, means that it was not given: then the
+defaults of `SamplingParams` and `LLM` apply.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from verbatim.checks import field_docs
 from verbatim.cli.deferred import deferred_imports
-from verbatim.cli.interrupts import opened
+from verbatim.cli.interrupts import restore_default
 from verbatim.cli.terminal import WrongUsage
-from verbatim.files import read_file
+from verbatim.common.checks import field_docs
+from verbatim.common.files import read_file
 from verbatim.params import MAX_STRUCTURE_CHARS, SamplingParams
 
 if TYPE_CHECKING:
-    from verbatim.llm import LLM
+    from verbatim.api.llm import LLM
     from verbatim.placement.distributed.choice import Cluster
     from verbatim.placement.offload.choice import Offload
 
@@ -38,8 +38,8 @@ DEFAULT_MAX_TOKENS = 256
 class Option:
     """One option: its Python name, the type that typer parses, and its panel in the help.
 
-    `read` converts the parsed value to the Python value, if they differ. A `default` is shown in the help; a
-    switch with the default True has a flag to turn it off.
+    `read` converts typer's value to the Python value, if they differ; for a ValueError it is refused, since
+    it must be `what`. A `default` is shown in the help; a switch with default True also has a `--no-` flag.
     """
 
     name: str
@@ -49,11 +49,21 @@ class Option:
     metavar: str | None = None
     read: Callable[[Any], Any] | None = None
     default: Any = None
+    what: str = ""
 
     @property
     def flags(self) -> str:
         dashed = "--" + self.name.replace("_", "-")
         return f"{dashed}/--no-{dashed[2:]}" if self.default is True else dashed
+
+    def value(self, given: Any) -> Any:
+        """Return the Python value of a value that typer has read."""
+        try:
+            return given if self.read is None else self.read(given)
+        except (ValueError, KeyError):
+            if not self.what:
+                raise
+            raise WrongUsage(f"{self.flags} {given!r}: must be {self.what}") from None
 
     def parameter(self, show_default: bool) -> inspect.Parameter:
         """Return the keyword parameter that typer reads."""
@@ -78,14 +88,11 @@ class Option:
 
 
 def helps(kind: type) -> dict[str, str]:
-    """Return the help of options that set the fields of a class: the text of each in its docstring.
-
-    Names of fields in it are written as options.
-    """
+    """Return the help of options by field name, from a class's docstring; field names in it become flags."""
     docs = field_docs(kind)
 
-    def option(found: re.Match[str]) -> str:
-        return "--" + found[1].replace("_", "-") if found[1] in docs else found[0]
+    def option(match: re.Match[str]) -> str:
+        return "--" + match[1].replace("_", "-") if match[1] in docs else match[0]
 
     texts = defaultdict[str, str](str)
     for name, text in docs.items():
@@ -102,11 +109,11 @@ def fields_of(
     metavar: str | None = None,
     kind: Any = None,
     read: Callable[[Any], Any] | None = None,
+    what: str = "",
 ) -> tuple[Option, ...]:
-    """Return options for fields of a dataclass, with its types, its documentation and `settings`' values.
+    """Return options for fields of a dataclass, with its types and documentation; defaults from `settings`.
 
-    Args:
-        kind: in place of the fields' type.
+    `kind` overrides the type.
     """
     texts = helps(type(settings))
     types = {field.name: str(field.type) for field in dataclasses.fields(settings)}
@@ -120,23 +127,15 @@ def fields_of(
             metavar,
             read,
             getattr(settings, name),
+            what,
         )
         for name in names.split()
     )
 
 
-def numbers(name: str, what: str, kind: type = int) -> Callable[[str], tuple[Any, ...]]:
-    """Return the reader of an option of numbers that are separated by commas; `what` describes them."""
-
-    def read(text: str) -> tuple[Any, ...]:
-        try:
-            return tuple(
-                kind(part) for part in text.strip().removesuffix(",").split(",") if text.strip()
-            )
-        except ValueError:
-            raise WrongUsage(f"--{name} {text!r}: must be {what}") from None
-
-    return read
+def numbers(text: str, kind: type = int) -> tuple[Any, ...]:
+    """Parse comma-separated numbers; raise ValueError for others."""
+    return tuple(map(kind, text.strip().removesuffix(",").split(","))) if text.strip() else ()
 
 
 def _text_or_file(text: str) -> str:
@@ -145,24 +144,14 @@ def _text_or_file(text: str) -> str:
 
 
 def _biases(entries: list[str]) -> dict[int, float]:
-    return dict(_bias(entry) for entry in entries)
-
-
-def _bias(entry: str) -> tuple[int, float]:
-    token_id, equals, value = entry.partition("=")
-    try:
-        if not equals:
-            raise ValueError
-        return int(token_id), float(value)
-    except ValueError:
-        raise WrongUsage(f"--logit-bias {entry!r}: must be ID=VALUE, such as 42=-1.5") from None
-
-
-def _early_stopping(text: str) -> bool | str:
-    meanings: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
-    if text.lower() not in meanings:
-        raise WrongUsage(f"--early-stopping {text!r}: must be true, false or never")
-    return meanings[text.lower()]
+    biases: dict[int, float] = {}
+    for entry in entries:
+        token_id, _, value = entry.partition("=")
+        try:
+            biases[int(token_id)] = float(value)
+        except ValueError:
+            raise WrongUsage(f"--logit-bias {entry!r}: must be ID=VALUE, such as 42=-1.5") from None
+    return biases
 
 
 _DRAWING, _PENALTIES, _STOPPING, _REPORT = "Sampling", "Penalties and bans", "Stopping", "Output"
@@ -202,7 +191,7 @@ SAMPLING = (
     *_field(_REPORT, "skip_special_tokens"),
 )
 
-# The options of `verbatim generate` only; a chat streams one answer.
+# Not for `verbatim chat`, which streams one answer.
 GENERATE_ONLY = (
     *_field(_DRAWING, "n"),
     *_field(_BEAMS, "num_beams length_penalty"),
@@ -213,7 +202,8 @@ GENERATE_ONLY = (
         "When to stop: true (enough beams finished), false (a better one is unlikely), never (a better "
         "one is impossible).",
         "true|false|never",
-        _early_stopping,
+        lambda text: {"true": True, "false": False, "never": "never"}[text.lower()],
+        what="true, false or never",
     ),
     *_field(_JSON, "logprobs prompt_logprobs record_routing record_indices support"),
 )
@@ -270,16 +260,15 @@ MODEL = (
 )
 
 
-def _adapter(entry: str) -> tuple[str, str]:
-    name, equals, folder = entry.partition("=")
-    if not (name and equals and folder):
-        raise WrongUsage(f"--adapter {entry!r}: must be NAME=FOLDER, such as law=adapters/law")
-    return name, folder
-
-
 def adapters_of(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the adapters of a command: the folder of each name."""
-    return dict(_adapter(entry) for entry in values.get("adapter") or ())
+    """Return the folders of the adapters to load, by name."""
+    folders: dict[str, str] = {}
+    for entry in values.get("adapter") or ():
+        name, _, folder = entry.partition("=")
+        if not (name and folder):
+            raise WrongUsage(f"--adapter {entry!r}: must be NAME=FOLDER, such as law=adapters/law")
+        folders[name] = folder
+    return folders
 
 
 ADAPTERS = Option(
@@ -300,19 +289,18 @@ _MODEL_ARGUMENT = inspect.Parameter(
 )
 
 
-def takes(
+def with_options(
     *options: Option, show_defaults: bool = True, positional_model: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add these options to a command whose signature ends in `**values`.
+    """Add these options to a command; its signature must end in `**values`.
 
-    Args:
-        positional_model: the model may also be the command's argument.
+    With `positional_model`, the model can also be given as an argument.
     """
 
     def add(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
-        def taking(model_argument: str | None = None, **values: Any) -> None:
-            take_model([] if model_argument is None else [model_argument], 0, values)
+        def with_model(model_argument: str | None = None, **values: Any) -> None:
+            pop_model([] if model_argument is None else [model_argument], 0, values)
             command(**values)
 
         hints = get_type_hints(command, include_extras=True)
@@ -324,18 +312,19 @@ def takes(
         if positional_model:
             parameters.insert(0, _MODEL_ARGUMENT)
         parameters += [option.parameter(show_defaults) for option in options]
-        typed: Any = taking if positional_model else command  # typer reads both attributes
-        typed.__signature__ = inspect.Signature(parameters, return_annotation=None)
-        typed.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
-        return typed  # type: ignore[no-any-return]
+        target: Any = with_model if positional_model else command  # typer reads both attributes
+        target.__signature__ = inspect.Signature(parameters, return_annotation=None)
+        target.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
+        return target  # type: ignore[no-any-return]
 
     return add
 
 
-def take_model(arguments: list[str], num_others: int, values: dict[str, Any]) -> list[str]:
-    """Return a command's arguments without the model, which comes before `num_others` others.
+def pop_model(arguments: list[str], num_others: int, values: dict[str, Any]) -> list[str]:
+    """Move the model, which comes first if there are more than `num_others` arguments, to `values["model"]`.
 
-    Sets `values["model"]`.
+    Returns:
+        The other arguments.
 
     Raises:
         WrongUsage: too many arguments, or the model twice.
@@ -351,20 +340,20 @@ def take_model(arguments: list[str], num_others: int, values: dict[str, Any]) ->
     return others
 
 
-def given(values: Mapping[str, Any], options: Iterable[Option]) -> dict[str, Any]:
+def given_options(values: Mapping[str, Any], options: Iterable[Option]) -> dict[str, Any]:
     """Return the options that were given, as Python values."""
     settings = {}
     for option in options:
         value = values[option.name]
         if value is not None and value != []:
-            settings[option.name] = value if option.read is None else option.read(value)
+            settings[option.name] = option.value(value)
     return settings
 
 
 def seeded(params: SamplingParams) -> SamplingParams:
-    """Return the parameters with a seed, so that it can be reported for an interrupted request too.
+    """Return the parameters with a seed, so that it can be reported even if the request is interrupted.
 
-    A random seed has 53 bits, as the engine's do: JSON readers do not round it.
+    A random seed has 53 bits, like the engine's: JSON readers do not round it.
     """
     return params if params.seed is not None else params.replace(seed=secrets.randbits(53))
 
@@ -382,7 +371,7 @@ def prepare() -> None:
 def open_llm(values: Mapping[str, Any], placement: Offload | Cluster | None = None) -> LLM:
     """Open the model that the options name."""
     prepare()
-    settings = given(values, MODEL)
+    settings = given_options(values, MODEL)
     if adapters := adapters_of(values):
         settings["adapters"] = adapters
     if placement is not None:
@@ -391,5 +380,5 @@ def open_llm(values: Mapping[str, Any], placement: Offload | Cluster | None = No
 
     with deferred_imports():
         llm = verbatim.LLM(settings.pop("model", None), **settings)
-    opened()
+    restore_default()
     return llm

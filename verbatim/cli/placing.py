@@ -1,4 +1,4 @@
-"""The options of offloading and clusters, opening a placed model, and the lines printed about it."""
+"""The options of offloading and clusters; opens a model with them, and reports its placement."""
 
 from __future__ import annotations
 
@@ -7,39 +7,34 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from verbatim.cli.options import Option, fields_of, given, helps, numbers, open_llm
+from verbatim.cli.options import Option, fields_of, given_options, helps, numbers, open_llm
 from verbatim.cli.terminal import WrongUsage, note
 from verbatim.placement.distributed.choice import Cluster
 from verbatim.placement.offload.choice import Offload
 
 if TYPE_CHECKING:
-    from verbatim.llm import LLM
+    from verbatim.api.llm import LLM
 
 _OFFLOAD, _CLUSTER = "Offload: a model larger than its memory", "Cluster: a model in stages"
-_PAIR = "prompt tokens and new tokens, such as 512,128"
 
 
 def _amount(text: str) -> int | str:
     return int(text) if text.strip().isdecimal() else text
 
 
-def _policy(text: str) -> str | None:
-    return None if text.lower() == "none" else text
-
-
 _field, _stage_field = partial(fields_of, Offload()), partial(fields_of, Cluster())
 
-# The options that describe the machine and the workload: all that `verbatim plan` accepts.
+# The options that describe the machine and the workload; `verbatim plan` accepts only these.
 PLACING = (
     *_field(_OFFLOAD, "gpu cpu", "AMOUNT", str, _amount),
     *_field(_OFFLOAD, "disk", "PATH"),
     *_field(_OFFLOAD, "disk_limit", "AMOUNT", str, _amount),
-    *(
-        option
-        for name in ("weights", "kv", "activations")
-        for option in _field(
-            _OFFLOAD, name, "G,C,D", str, numbers(name, "percents, such as 20,50,30", float)
-        )
+    *_field(
+        _OFFLOAD,
+        "weights kv activations",
+        "G,C,D",
+        read=partial(numbers, kind=float),
+        what="percents, such as 20,50,30",
     ),
     *_field(_OFFLOAD, "batch_size micro_batches"),
     Option("no_overlap", bool, _OFFLOAD, "Read and compute one after the other."),
@@ -49,16 +44,22 @@ PLACING = (
         _OFFLOAD,
         "auto: measure this machine; none: use round numbers.",
         "auto|none",
-        _policy,
+        lambda text: None if text.lower() == "none" else text,
         "auto",
     ),
-    *_field(_OFFLOAD, "workload", "N,N", str, numbers("workload", _PAIR)),
+    *_field(
+        _OFFLOAD,
+        "workload",
+        "N,N",
+        read=numbers,
+        what="prompt tokens and new tokens, such as 512,128",
+    ),
 )
 
 OFFLOAD = (
     *PLACING,
     *_field(_OFFLOAD, "trace", "PATH"),
-    Option("stats", bool, _OFFLOAD, "Print predicted beside actual figures at the end."),
+    Option("stats", bool, _OFFLOAD, "Print predicted and actual figures at the end."),
 )
 
 CLUSTER = (
@@ -68,15 +69,16 @@ CLUSTER = (
         _CLUSTER,
         "layers",
         "N,N,...",
-        read=numbers("layers", "the number of layers of each stage, such as 8,8,12"),
+        read=numbers,
+        what="the number of layers of each stage, such as 8,8,12",
     ),
     *_stage_field(_CLUSTER, "spares"),
 )
 
 
 def offload_of(values: Mapping[str, Any]) -> Offload | None:
-    """Return the placement that the options of offloading describe; None if none of them was given."""
-    settings = given(values, [option for option in OFFLOAD if option.name in values])
+    """Return the placement for the offloading options; None if none of them was given."""
+    settings = given_options(values, [option for option in OFFLOAD if option.name in values])
     stats = settings.pop("stats", False)
     if not settings:
         if stats:
@@ -88,8 +90,8 @@ def offload_of(values: Mapping[str, Any]) -> Offload | None:
 
 
 def placement_of(values: Mapping[str, Any]) -> Offload | Cluster | None:
-    """Return the placement that the options describe; None if none of them was given."""
-    settings = given(values, CLUSTER)
+    """Return the placement for the offloading and cluster options; None if none of them was given."""
+    settings = given_options(values, CLUSTER)
     if not settings:
         return offload_of(values)
     if values.get("stats"):
@@ -99,7 +101,7 @@ def placement_of(values: Mapping[str, Any]) -> Offload | Cluster | None:
 
 
 @contextmanager
-def opened(values: Mapping[str, Any], placement: Offload | Cluster | None) -> Iterator[LLM]:
+def opened_llm(values: Mapping[str, Any], placement: Offload | Cluster | None) -> Iterator[LLM]:
     """Open the model that the options name; report its placement and, with `--stats`, how it ran."""
     with open_llm(values, placement) as llm:
         if placement is not None:
@@ -108,9 +110,9 @@ def opened(values: Mapping[str, Any], placement: Offload | Cluster | None) -> It
             yield llm
         finally:
             if values.get("stats"):
-                from verbatim.placement.offload.report import compared
+                from verbatim.placement.offload.report import comparison_table
 
-                note(compared(llm.stats()["offload"]))
+                note(comparison_table(llm.stats()["offload"]))
 
 
 def _described(info: Mapping[str, Any]) -> str:

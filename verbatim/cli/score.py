@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verbatim.cli.generate import read_sources
-from verbatim.cli.options import MODEL, takes
-from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
+from verbatim.cli.options import MODEL, with_options
+from verbatim.cli.placing import CLUSTER, OFFLOAD, opened_llm, placement_of
 from verbatim.cli.terminal import WrongUsage
+from verbatim.common.plain import to_json
 from verbatim.params import SamplingParams
-from verbatim.plain import to_json
 
 if TYPE_CHECKING:
+    from verbatim.api.llm import LLM
     from verbatim.core import Result
-    from verbatim.llm import LLM
 
 
-@takes(*MODEL, *OFFLOAD, *CLUSTER)
+@with_options(*MODEL, *OFFLOAD, *CLUSTER)
 def score(
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="[TEXT]...", help="The texts to score.")
@@ -52,8 +52,8 @@ def score(
     if summary and as_json:
         raise WrongUsage("--summary and --json: use only one of them")
     sources = read_sources("text", prompts or [], file or [], ids or [])
-    with opened(values, placement_of(values)) as llm:
-        # The request of LLM.score, whose results have the token ids as well.
+    with opened_llm(values, placement_of(values)) as llm:
+        # The same request as in `LLM.score`, since results also have the token ids.
         results = llm.generate(sources, SamplingParams(max_tokens=0, prompt_logprobs=0))
         scores = [_score(llm, result) for result in results]
     for number, score in enumerate(scores, start=1):
@@ -98,12 +98,12 @@ def _table(score: dict[str, Any]) -> str:
     """Format one line per token: position, id, log-prob, probability and text."""
     ids: Sequence[int] = score["ids"]
     tokens = score["tokens"] or [""] * len(ids)
-    wide = max(2, len(str(len(ids) - 1))), max(2, *(len(str(i)) for i in ids))
-    lines = [f"{'at':>{wide[0]}}  {'id':>{wide[1]}}  {'log-prob':>10}  {'prob':>8}  token"]
+    widths = max(2, len(str(len(ids) - 1))), max(2, *(len(str(i)) for i in ids))
+    lines = [f"{'at':>{widths[0]}}  {'id':>{widths[1]}}  {'log-prob':>10}  {'prob':>8}  token"]
     for at, (i, p, token) in enumerate(zip(ids, score["logprobs"], tokens, strict=True)):
         numbers = f"{'-':>10}  {'-':>8}" if p is None else f"{p:>10.4f}  {math.exp(p):>8.2%}"
         shown = repr(token) if score["tokens"] is not None else ""
-        lines.append(f"{at:>{wide[0]}}  {i:>{wide[1]}}  {numbers}  {shown}".rstrip())
+        lines.append(f"{at:>{widths[0]}}  {i:>{widths[1]}}  {numbers}  {shown}".rstrip())
     return "\n".join(lines) + "\n"
 
 

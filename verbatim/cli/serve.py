@@ -7,11 +7,19 @@ import os
 from functools import partial
 from typing import Any
 
-from verbatim.cli.options import ADAPTERS, MODEL, Option, fields_of, given, helps, takes
-from verbatim.cli.placing import CLUSTER, OFFLOAD, opened, placement_of
+from verbatim.cli.options import (
+    ADAPTERS,
+    MODEL,
+    Option,
+    fields_of,
+    given_options,
+    helps,
+    with_options,
+)
+from verbatim.cli.placing import CLUSTER, OFFLOAD, opened_llm, placement_of
 from verbatim.cli.terminal import WrongUsage, need_packages, note
+from verbatim.common.files import read_file
 from verbatim.errors import InvalidRequest
-from verbatim.files import read_file
 from verbatim.serve.settings import ServeSettings
 
 KEYS = "VERBATIM_API_KEY"
@@ -19,7 +27,7 @@ _SERVER, _LIMITS = "Server", "Limits"
 
 _field = partial(fields_of, ServeSettings())
 
-# Those with the name of a field of ServeSettings set it.
+# Options with the name of a field of ServeSettings set that field.
 SERVER = (
     *_field(_SERVER, "host port name"),
     Option(
@@ -46,19 +54,19 @@ SERVER = (
 )
 
 
-@takes(*SERVER, *MODEL, ADAPTERS, *OFFLOAD, *CLUSTER, positional_model=True)
+@with_options(*SERVER, *MODEL, ADAPTERS, *OFFLOAD, *CLUSTER, positional_model=True)
 def serve(**values: Any) -> None:
     """Serve a model: OpenAI's API, Verbatim's own endpoints, and a playground at /.
 
     SIGTERM or Ctrl-C lets requests in progress finish; a second one ends them.
     """
     need_packages("serve", "fastapi", "prometheus_client", "uvicorn")
-    settings = _settings(given(values, SERVER))
+    settings = _settings(given_options(values, SERVER))
     placement = placement_of(values)
     # A log that can't be written, on a full disk or a closed pipe, must not end the server.
     logging.raiseExceptions = False
-    with opened(values, placement) as llm:
-        from verbatim.serve.server import run  # imports what opening a model imports with care
+    with opened_llm(values, placement) as llm:
+        from verbatim.serve.server import run  # late: opening the model controls what it imports
 
         run(llm, settings, say=note)
 

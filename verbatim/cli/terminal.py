@@ -29,14 +29,14 @@ class WrongUsage(VerbatimError):
 
 
 def need_packages(command: str, *packages: str) -> None:
-    """Refuse a command if the extra of the server is not installed."""
+    """Refuse a command if a package of the extra `serve` is not installed."""
     for name in packages:
         if find_spec(name) is None:
             raise WrongUsage(f"{command} needs {name}: pip install '.[serve]'")
 
 
 def note(message: str) -> None:
-    """Print one line on stderr, apart from the text on stdout. Nothing depends on its being written."""
+    """Print a line on stderr; write errors are ignored."""
     with suppress(OSError):
         typer.echo(message, err=True)
 
@@ -47,8 +47,8 @@ def one_line(error: BaseException) -> str:
 
 
 @contextmanager
-def reported() -> Iterator[None]:
-    """Turn the errors of a command into one line and an exit status."""
+def reporting_errors() -> Iterator[None]:
+    """Report errors in the block as one line and an exit status."""
     if sys.stdout is None:
         note("verbatim: stdout is closed: can't write the output")
         raise typer.Exit(EXIT_ERROR)
@@ -61,8 +61,8 @@ def reported() -> Iterator[None]:
         sys.stdout.flush()
     except VerbatimError as error:
         note(one_line(error))
-        wrong = isinstance(error, WrongUsage)
-        raise typer.Exit(EXIT_USAGE if wrong else EXIT_ERROR) from None
+        is_usage = isinstance(error, WrongUsage)
+        raise typer.Exit(EXIT_USAGE if is_usage else EXIT_ERROR) from None
     except KeyboardInterrupt:
         note("verbatim: interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -77,7 +77,7 @@ def reported() -> Iterator[None]:
 def exit_status(function: Callable[..., object], *arguments: object) -> int:
     """Run a function as a command, and return its exit status."""
     try:
-        with reported():
+        with reporting_errors():
             function(*arguments)
     except typer.Exit as end:
         return end.exit_code
@@ -94,14 +94,14 @@ def _leave(status: int) -> NoReturn:
 def read_stream(
     stream: Any, *, live: bool = False, at_once: bool = False
 ) -> tuple[dict[int, str], int, Result | None]:
-    """Read a stream up to the first Ctrl-C, so that it ends between two steps of the engine.
+    """Read a stream up to the first Ctrl-C, which takes effect between two steps of the engine.
 
-    A second Ctrl-C raises KeyboardInterrupt, also in the middle of a step. At the end the stream is closed,
+    A second Ctrl-C raises KeyboardInterrupt, even in the middle of a step. At the end the stream is closed,
     which aborts its request.
 
     Args:
-        live: write the text to stdout as it comes. If an error breaks it off, its line is ended.
-        at_once: the first Ctrl-C raises KeyboardInterrupt.
+        live: whether to write the text to stdout as it arrives, with a final newline after an error.
+        at_once: whether the first Ctrl-C raises KeyboardInterrupt.
 
     Returns:
         The text of each completion, the number of new tokens, and the result, or None after Ctrl-C.

@@ -1,4 +1,4 @@
-"""`verbatim verify`: test the guarantee on a model and this machine."""
+"""`verbatim verify`: test bit-identical outputs for a model on this machine."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verbatim.cli.options import ADAPTERS, MODEL, adapters_of, given, prepare, takes
+from verbatim.cli.options import ADAPTERS, MODEL, adapters_of, given_options, prepare, with_options
 from verbatim.cli.terminal import EXIT_ERROR, note
-from verbatim.plain import to_json
+from verbatim.common.plain import to_json
 
 if TYPE_CHECKING:
     from verbatim.verify import Report, Row
 
 # The schedules set the other options themselves.
-_SHAPING = (
+_OPTION_NAMES = (
     "model config revision trust_remote_code dtype device deterministic num_threads max_length kv_dtype "
     "quantization fused"
 ).split()
-_OPTIONS = tuple(option for option in MODEL if option.name in _SHAPING)
+_OPTIONS = tuple(option for option in MODEL if option.name in _OPTION_NAMES)
 _WIDTH = 150  # of the table, if stdout is not a terminal
 
 
-@takes(*_OPTIONS, ADAPTERS, positional_model=True)
+@with_options(*_OPTIONS, ADAPTERS, positional_model=True)
 def verify(
     tokens: Annotated[
         int | None,
@@ -44,7 +44,7 @@ def verify(
     Schedules: again, batched, reordered, prefix-hit, streamed, threads, chunked, evicted, drafted,
     unfused, int8-kv, offloaded, two-stages. The exit status is 1 if one differs or fails.
     """
-    settings = given(values, _OPTIONS)
+    settings = given_options(values, _OPTIONS)
     if adapters := adapters_of(values):
         settings["adapters"] = adapters
     if tokens is not None:
@@ -54,7 +54,7 @@ def verify(
 
     from verbatim import verify as package
 
-    logging.disable_progress_bar()  # of loading weights, which happens many times
+    logging.disable_progress_bar()  # weights are loaded many times
 
     with _shown(
         package.NAMES if not only else [name for name in package.NAMES if name in only]
@@ -72,20 +72,20 @@ def verify(
 
 @contextmanager
 def _shown(names: Any) -> Iterator[Callable[[Row], object]]:
-    """Show the running schedule on a terminal's last line, and keep failed rows above it."""
+    """Show the running schedule on a terminal's last line, and failed rows above it."""
     from rich.console import Console
 
-    console, left = Console(stderr=True), ["alone", *names]
+    console, pending = Console(stderr=True), ["alone", *names]
     if not console.is_terminal:
         yield lambda row: None
         return
     with console.status("opening the model") as status:
 
         def show(row: Row) -> None:
-            del left[0]
+            del pending[0]
             if row.status in ("differs", "failed"):
                 console.print(f"{row.name} {row.status}", style="red", highlight=False)
-            status.update(left[0] if left else "done")
+            status.update(pending[0] if pending else "done")
 
         yield show
 

@@ -1,8 +1,8 @@
 """Adapters: the documented calls of other systems, on Verbatim's engine.
 
-An adapter translates arguments and results. It has no loop over tokens and never calls a model; a test
-holds it to that. Its names can also be imported by the original's paths, so that changing the top-level
-name is enough: `from verbatim.compat.coati.models.generation import generate`.
+An adapter only translates arguments and results: a test verifies that it has no loop over tokens and calls no
+model. Its names can also be imported by the original's module paths, so that changing the top-level name is
+enough: `from verbatim.compat.coati.models.generation import generate`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# The modules of the originals. Each has all public names of its adapter.
+# Module paths of the originals. Each module exports all public names of its adapter.
 _PATHS = {
     "coati": ("models.generation",),
     "flexllmgen": ("compression", "flex_opt", "opt_config", "pytorch_backend", "utils"),
@@ -41,7 +41,7 @@ _PATHS = {
 
 
 class _OriginalPaths:
-    """Finds the modules of `_PATHS` and their packages; each is filled when it is first imported."""
+    """Import hook for the modules of `_PATHS` and their packages, which are filled on first import."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
         adapter, _, rest = name.removeprefix(f"{__name__}.").partition(".")
@@ -49,7 +49,7 @@ class _OriginalPaths:
         return ModuleSpec(name, self, is_package=True) if known else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Return None: an ordinary module."""
+        """Return None, to create an ordinary module."""
 
     def exec_module(self, module: ModuleType) -> None:
         adapter = importlib.import_module(".".join(module.__name__.split(".")[:3]))

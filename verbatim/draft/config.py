@@ -1,4 +1,4 @@
-"""The values of `LLM(draft=...)`: `DraftModel`, `EarlyExit`, names and proposers."""
+"""Resolves the values of `LLM(draft=...)`: a `DraftModel`, other drafters, their names, or a proposer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from verbatim.checks import integer, memory_bytes
+from verbatim.common.checks import integer, memory_bytes
 from verbatim.draft.ngram import Ngram
 from verbatim.errors import InvalidRequest
 from verbatim.model.early_exit import EarlyExit
@@ -22,15 +22,16 @@ from verbatim.protocols import Proposer
 class DraftModel:
     """Draft with a smaller model that has the same tokenizer.
 
-    Its weights are not updated with the model's: fewer drafts are then accepted, and outputs stay the same.
-    `LLM`'s `kv_dtype`, `block_size`, `max_batch_tokens` and `num_threads` apply to it as well.
+    Updates of the model's weights do not update the draft model: fewer draft tokens are then accepted, and
+    outputs stay the same. `LLM`'s `kv_dtype`, `block_size`, `max_batch_tokens` and `num_threads` apply to the
+    draft model as well.
 
     Attributes:
-        model: a folder, a hub id or a live module, whose weights may change at any time. Python code of a
-            checkpoint is not run.
+        model: a folder, a hub id, or a live module with weights that may change at any time. Python code of
+            the checkpoint is not run.
         dtype: as in `LLM`.
-        kv_memory: size of its KV cache, as in `LLM`. None: enough for as many tokens as the model's, within
-            a tenth of the available memory.
+        kv_memory: size of the draft model's KV cache, as in `LLM`. None: enough for as many tokens as the
+            model's KV cache, but at most a tenth of the available memory.
 
     Raises:
         InvalidRequest: an invalid model or amount of memory.
@@ -59,17 +60,13 @@ NAMES = ", ".join(map(repr, _BY_NAME))
 
 
 def resolve_draft(draft: Any) -> Drafter | None:
-    """Return the drafter that `draft` names.
-
-    Raises:
-        InvalidRequest: an unknown name or type.
-    """
+    """Return the drafter that `draft` names; raise InvalidRequest for an unknown name or type."""
     if draft is None or isinstance(draft, DraftModel | EarlyExit | Mtp):
         return draft
     if isinstance(draft, str) and draft in _BY_NAME:
         return _BY_NAME[draft]()
     if isinstance(draft, Proposer) and not isinstance(draft, type):
-        return draft  # including a module with the method
+        return draft  # before the check for modules, as it may be one
     if isinstance(draft, str | os.PathLike | nn.Module) and draft != "":
         return DraftModel(draft)
     raise InvalidRequest(
@@ -79,11 +76,7 @@ def resolve_draft(draft: Any) -> Drafter | None:
 
 
 def resolve_draft_tokens(value: Any, draft: Any) -> int | None:
-    """Validate `num_draft_tokens`.
-
-    Raises:
-        InvalidRequest: out of range, or set without `draft`.
-    """
+    """Validate `num_draft_tokens`; raise InvalidRequest if out of range, or set without `draft`."""
     if value is None:
         return None
     num_tokens = integer("num_draft_tokens", value, 0, MAX_FIXED, optional=True)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from verbatim.batch import Batch, SampleRow
+from verbatim.common.shield import Shield
 from verbatim.core import CachedBlocks, Sequence
 from verbatim.draft.layers import ActiveDraft, LayersProposer
 from verbatim.engine.sessions import num_in_common
@@ -19,16 +20,14 @@ from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.protocols import Runner
-from verbatim.shield import Shield
 
 
 class DraftModelLayers(DraftLayers):
-    """All layers of a draft model, which draft for a model with another number of ids.
+    """All layers of a draft model, for a target model with another vocabulary size.
 
     Args:
-        decoder: of the draft model.
-        vocab_size: the target model's. Ids that it lacks are never drafted.
-        num_embeddings: number of ids in the draft model's embedding; id 0 stands for others.
+        vocab_size: the target model's vocabulary size. Ids beyond it are never drafted.
+        num_embeddings: number of rows of the draft model's embedding; id 0 replaces ids beyond it.
     """
 
     hooks = True
@@ -58,8 +57,8 @@ class DraftCache(CachedBlocks):
     """The draft model's cache of one sequence.
 
     Attributes:
-        num_tokens: length of the sequence at its last draft.
-        draft_ids: that draft. K and V of all its tokens but the last follow those of the sequence.
+        num_tokens: length of the sequence when its last draft was made.
+        draft_ids: the last draft. K and V of all its tokens but the last one follow those of the sequence.
     """
 
     num_tokens: int = 0
@@ -70,20 +69,20 @@ Ref = weakref.ref[Sequence]
 
 
 class DraftModelProposer(LayersProposer):
-    """Drafts with a draft model that has blocks and states of its own.
+    """Drafts with a draft model that has its own blocks and states.
 
-    They are kept while the sequence lives; accepted draft tokens are not computed again. Samples of a request
-    share the blocks of their prompt, and, with `shares`, all sequences those of common prefixes, also of
-    sequences that have ended. When blocks run out, the sequences that were drafted for least recently lose
-    theirs, and drafts get shorter or empty.
+    They are kept until their sequence ends; accepted draft tokens are not recomputed. Samples of a request
+    share the blocks of their prompt. With `shares`, all sequences share the blocks of common prefixes,
+    including those of ended sequences. When blocks run out, those of the least recently drafted sequences
+    are freed, and drafts become shorter or empty.
 
     Args:
         runner: the draft model with `DraftModelLayers`, used by this proposer only.
         max_length: maximum context of the draft model; None sets no limit.
-        shares: the engine has a prefix cache.
+        shares: whether the engine has a prefix cache.
 
     Attributes:
-        waiting: the sequences that got no draft in the last call, as another one computed their first block.
+        waiting: sequences that got no draft in the last call, because another one computed their first block.
     """
 
     def __init__(
@@ -96,14 +95,14 @@ class DraftModelProposer(LayersProposer):
         shares: bool = True,
     ) -> None:
         super().__init__(runner, max_rows, live=live)
-        self._size = runner.block_size
+        self._block_size = runner.block_size
         self._max_length = max_length
         self._shares = shares
         self.waiting = weakref.WeakSet[Sequence]()
         self.clear()
 
     def clear(self) -> None:
-        """Forget all that was computed."""
+        """Discard all cached blocks and states."""
         self.pool = BlockPool(self.runner.num_blocks)
         self._states = StateSlots(self.runner.num_states)
         self._caches: dict[Ref, DraftCache] = {}  # the least recently used first
@@ -113,10 +112,10 @@ class DraftModelProposer(LayersProposer):
         self.waiting.clear()
         with Shield().up():  # Ctrl-C must not interrupt an allocation
             if self.live and self.runner.stamp() != self._stamp:
-                self.clear()  # it was computed with the old weights
+                self.clear()  # computed with the old weights
             self.update()
             if self.live and not self._caches:
-                self.pool.forget()  # some changes of weights can't be detected
+                self.pool.forget()  # the weights may have changed undetected
             using, in_prefill = set(map(weakref.ref, sequences)), set[bytes]()
             return [
                 self._start(sequence, length, using, in_prefill)
@@ -134,43 +133,43 @@ class DraftModelProposer(LayersProposer):
                 ids, begin = cache.draft_ids[:-1], cache.num_tokens
                 accepted = num_in_common(ids, sequence.token_ids(begin, begin + len(ids)))
                 cache.num_computed, cache.draft_ids = begin + accepted, []
-            full = cache.num_computed // self._size
+            full = cache.num_computed // self._block_size
             keys = self._keys(sequence, cache.num_indexed, full)
             for i, key in enumerate(keys, cache.num_indexed):
                 cache.blocks[i] = self.pool.remember(cache.blocks[i], key)
             cache.num_indexed = full
 
     def _keys(self, sequence: Sequence, begin: int, end: int) -> list[bytes]:
-        """Return the keys of some blocks of a sequence."""
-        own = b"" if self._shares else sequence.request.request_id.encode()
-        return [key + own for key in block_keys(sequence, self._size)[begin:end]]
+        """Return the keys of blocks `begin` to `end` of a sequence."""
+        salt = b"" if self._shares else sequence.request.request_id.encode()
+        return [key + salt for key in block_keys(sequence, self._block_size)[begin:end]]
 
     def _start(
         self, sequence: Sequence, length: int, using: set[Ref], in_prefill: set[bytes]
     ) -> ActiveDraft:
-        """Start a draft of at most `length` tokens, as many as there are blocks and states for.
+        """Start a draft of at most `length` tokens, limited by the free blocks and states.
 
         Args:
-            using: sequences that keep their blocks.
-            in_prefill: keys of first blocks that are computed in this call; no other sequence computes them.
+            using: sequences that must keep their blocks.
+            in_prefill: keys of first blocks that another sequence computes in this call.
         """
-        ref, pool, states, size = weakref.ref(sequence), self.pool, self._states, self._size
+        ref, pool, states, size = weakref.ref(sequence), self.pool, self._states, self._block_size
         self._caches[ref] = cache = self._caches.pop(ref, None) or DraftCache()
         num_tokens, first = sequence.num_tokens, set[bytes]()
         if not cache.num_computed and not states.enabled:
-            pool.give_back(cache.blocks)
+            pool.release(cache.blocks)
             keys = self._keys(sequence, 0, (num_tokens - 1) // size)
             cache.blocks = pool.find(keys)
             pool.share(cache.blocks)
             cache.num_indexed = len(cache.blocks)
             cache.num_computed = cache.num_indexed * size
             first = set() if cache.blocks else set(keys[:1])
-        # At least the last row, whose logits are needed.
+        # Compute at least the last row, as its logits are needed.
         cache.num_computed = min(cache.num_computed, num_tokens - 1)
         if states.enabled:
             counts = [count for count in cache.states if count <= cache.num_computed]
             cache.num_computed = max(counts, default=0)
-            states.keep(cache, cache.num_computed)
+            states.keep_only(cache, cache.num_computed)
         end = num_tokens + length - 1  # the last token of a draft is not computed
         if self._max_length is not None:
             end = min(end, self._max_length)
@@ -186,12 +185,11 @@ class DraftModelProposer(LayersProposer):
         return draft
 
     def _reserve(self, cache: DraftCache, num_tokens: int, end: int, using: set[Ref]) -> int:
-        """Allocate blocks for `end` positions and a state after each from `num_tokens` on, or for fewer.
+        """Allocate blocks for up to `end` positions, and state slots from position `num_tokens` on.
 
-        Returns:
-            The number of positions; nothing was allocated if there are less than `num_tokens`.
+        Returns the number of positions; if it is less than `num_tokens`, nothing was allocated.
         """
-        pool, states, size = self.pool, self._states, self._size
+        pool, states, size = self.pool, self._states, self._block_size
         count = end - num_tokens + 1
         while -(-end // size) > len(cache.blocks) + pool.num_free or count > states.num_free(count):
             idle = next((ref for ref in self._caches if ref not in using), None)
@@ -207,8 +205,8 @@ class DraftModelProposer(LayersProposer):
 
     def _free(self, ref: Ref) -> None:
         cache = self._caches.pop(ref)
-        self.pool.give_back(cache.blocks)
-        self._states.keep(cache, 0)
+        self.pool.release(cache.blocks)
+        self._states.keep_only(cache, 0)
 
     # ---- called by the engine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 
-from verbatim.checks import integer
+from verbatim.common.checks import integer
 from verbatim.core import Sequence
 
 _MAX_CANDIDATES = 16  # maximum number of earlier matches that are compared
@@ -14,12 +14,12 @@ MAX_MATCH = 32  # a match of this many tokens is as good as any longer one
 class Ngram:
     """Drafts the tokens after the longest earlier match of a sequence's last tokens.
 
-    Matches are looked up in prompt and completion. Costs no forward, and pays where completions repeat
-    their prompt: summaries, edits, code, extraction.
+    It searches prompt and completion, and needs no forward. It pays off if completions repeat their prompt:
+    summaries, edits, code, extraction.
 
     Args:
-        min_match: minimum length of a match in tokens, 1 to 32. With 1 nearly every sequence gets drafts,
-            and most of them are wrong.
+        min_match: minimum length of a match in tokens, 1 to 32. With 1, nearly every step has a draft, and
+            most drafts are wrong.
 
     Raises:
         InvalidRequest: `min_match` is not an integer, or out of range.
@@ -33,7 +33,7 @@ class Ngram:
         """See `Proposer`."""
         drafts = []
         for sequence, length in zip(sequences, lengths, strict=True):
-            # Popped while it changes: a history left inconsistent by Ctrl-C is never used again.
+            # Popped during the update: a history that Ctrl-C leaves inconsistent is never used again.
             history = self._histories.pop(sequence, None) or History(self.min_match)
             history.extend(sequence.token_ids(len(history.ids), sequence.num_tokens))
             self._histories[sequence] = history
@@ -45,46 +45,47 @@ class History:
     """The ids of a sequence with hash chains as in LZ77 (Ziv and Lempel 1977; RFC 1951, section 4).
 
     Stores the last position of every run of `min_match` ids, and for every position the previous one of
-    the same run. Appending an id and looking up the end take constant time.
+    the same run. Appending an id and finding the latest earlier match take constant time.
     """
 
     def __init__(self, min_match: int) -> None:
         self.ids: list[int] = []
         self._min_match = min_match
-        self._last: dict[tuple[int, ...], int] = {}  # last end position of a run of ids
-        self._before: list[int] = []  # by end position: the previous end of the same run, or -1
+        self._last_end: dict[tuple[int, ...], int] = {}  # last end position of a run of ids
+        # By end position: the previous end of the same run, or -1.
+        self._previous_ends: list[int] = []
 
     def extend(self, ids: list[int]) -> None:
-        """Append ids."""
+        """Append ids to the history."""
         size = self._min_match
         for token_id in ids:
             self.ids.append(token_id)
             run = tuple(self.ids[-size:])
-            self._before.append(self._last.get(run, -1) if len(run) == size else -1)
+            self._previous_ends.append(self._last_end.get(run, -1) if len(run) == size else -1)
             if len(run) == size:
-                self._last[run] = len(self.ids) - 1
+                self._last_end[run] = len(self.ids) - 1
 
     def continuation(self, length: int) -> list[int]:
-        """Return `length` ids after the longest, then latest, earlier match of the end; [] if none.
+        """Return `length` ids after the longest, then latest, earlier match of the last ids; [] if none.
 
         A continuation that reaches the end of the history repeats from its start.
         """
         ids, best, best_size = self.ids, -1, self._min_match - 1
-        place = self._before[-1] if ids else -1
+        position = self._previous_ends[-1] if ids else -1
         for _ in range(_MAX_CANDIDATES):
-            if place < 0 or best_size >= MAX_MATCH:
+            if position < 0 or best_size >= MAX_MATCH:
                 break
-            size = self._match(place)
+            size = self._match_length(position)
             if size > best_size:
-                best, best_size = place, size
-            place = self._before[place]
+                best, best_size = position, size
+            position = self._previous_ends[position]
         if best < 0:
             return []
         period = len(ids) - 1 - best
         return [ids[best + 1 + j % period] for j in range(length)]
 
-    def _match(self, place: int) -> int:
-        """Return how many ids up to `place` equal those up to the end, at most `MAX_MATCH`."""
+    def _match_length(self, place: int) -> int:
+        """Return how many ids up to position `place` equal the last ids, at most `MAX_MATCH`."""
         ids, last = self.ids, len(self.ids) - 1
         size = self._min_match
         while size < MAX_MATCH and size <= place and ids[place - size] == ids[last - size]:

@@ -5,27 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from verbatim.batch import Adapter, LowRank
+from verbatim.common.spelling import did_you_mean
 from verbatim.core import Request
 from verbatim.errors import InvalidRequest
 from verbatim.protocols import Runner
-from verbatim.spelling import did_you_mean
 
 
 class LoadedAdapters:
-    """Loads and unloads adapters of a runner, under the engine lock; names are read from any thread.
+    """Loads and unloads the adapters of a runner, under the engine lock. Names can be read from any thread.
 
-    An unloaded adapter stays in memory until the requests that use it have ended.
-
-    Args:
-        active: the unfinished requests.
+    An unloaded adapter stays in memory until the requests in `active` that use it have ended.
     """
 
     def __init__(self, runner: Runner, active: Iterable[Request]) -> None:
         self._runner, self._active = runner, active
-        # The number of each, and its properties: numbers of layers and parameters, and the rank.
+        # By name: the adapter's number, and its properties (numbers of layers and parameters, and the rank).
         self._loaded: dict[str, tuple[int, dict[str, int]]] = {}
         self._retired: set[int] = set()  # numbers of unloaded adapters that are still in memory
-        self._last = 0
+        self._last_number = 0
 
     @property
     def names(self) -> list[str]:
@@ -33,11 +30,7 @@ class LoadedAdapters:
         return list(self._loaded)
 
     def number_of(self, name: str | None) -> int:
-        """Return the number of an adapter, 0 for None.
-
-        Raises:
-            InvalidRequest: no adapter has this name.
-        """
+        """Return the number of an adapter, 0 for None; raise InvalidRequest if no adapter has this name."""
         if name is None:
             return 0
         loaded = self._loaded.get(name)
@@ -48,18 +41,18 @@ class LoadedAdapters:
         return loaded[0]
 
     def load(self, name: str, layers: Mapping[str, LowRank], *, replace: bool = False) -> None:
-        """Load an adapter; with `replace`, later requests use it in place of one of the same name.
+        """Load an adapter; with `replace`, later requests use it instead of the loaded one of the same name.
 
         Raises:
-            InvalidRequest: the name is taken, or the matrices do not fit the model.
+            InvalidRequest: the name is in use, or the matrices do not fit the model.
             NotSupported: as `Runner.load_adapter`.
         """
         if name in self._loaded and not replace:
             raise InvalidRequest(
                 f"adapter {name!r} is loaded; unload it first, or load it with replace=True"
             )
-        self._last += 1  # also if loading fails: a number is never used twice
-        self._runner.load_adapter(Adapter(name, self._last, layers))
+        self._last_number += 1  # also if loading fails: a number is never used twice
+        self._runner.load_adapter(Adapter(name, self._last_number, layers))
         if (old := self._loaded.pop(name, None)) is not None:
             self._retired.add(old[0])
         info = {
@@ -67,21 +60,17 @@ class LoadedAdapters:
             "rank": max(low.a.shape[0] for low in layers.values()),
             "parameters": sum(low.a.numel() + low.b.numel() for low in layers.values()),
         }
-        self._loaded[name] = self._last, info
+        self._loaded[name] = self._last_number, info
         self.free()
 
     def unload(self, name: str) -> None:
-        """Remove an adapter's name; requests that use it go on.
-
-        Raises:
-            InvalidRequest: no adapter has this name.
-        """
+        """Unload an adapter, or raise InvalidRequest; requests that already use it continue with it."""
         self._retired.add(self.number_of(name))
         del self._loaded[name]
         self.free()
 
     def free(self) -> None:
-        """Free the unloaded adapters that no request uses any more."""
+        """Free the memory of unloaded adapters that no request uses any more."""
         if not self._retired:
             return
         for number in self._retired - {request.adapter for request in self._active}:

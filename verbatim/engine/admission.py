@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import secrets
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from collections.abc import Sequence as SequenceOf
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from verbatim.beam import BeamSearch
 from verbatim.core import BadWords, Request, Sequence, SessionCache, Token
 from verbatim.engine.adapters import LoadedAdapters
+from verbatim.engine.beams import BeamSearch
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, RequestFailed
 from verbatim.params import CHOICES, SamplingParams
 from verbatim.protocols import Runner
@@ -30,49 +30,39 @@ if TYPE_CHECKING:
 Prompt = str | SequenceOf[int]
 
 
+@dataclass(eq=False)
 class Admission:
-    """Creates requests within one model's limits.
+    """Creates requests within the limits of one model.
 
-    Args:
+    Attributes:
         tokenizer: None if prompts and outputs are ids only.
         runner: provides the model's vocabulary and capabilities.
-        max_length: maximum tokens of prompt and completion together.
-        limit_source: where `max_length` comes from, for error messages.
+        max_length: maximum number of tokens of prompt and completion together.
+        limit_source: the origin of `max_length`, for error messages.
         eos_ids: the model's end-of-sequence ids.
-        drafts: the engine uses speculative decoding.
         adapters: the loaded adapters.
-        placeholders: ids that represent images or sounds, with the config field of each; refused in prompts.
+        drafts: whether the engine uses speculative decoding.
+        placeholders: config field by id, for the ids of images and sounds, which prompts must not contain.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        runner: Runner,
-        max_length: int,
-        limit_source: str,
-        eos_ids: frozenset[int],
-        *,
-        drafts: bool = False,
-        adapters: LoadedAdapters,
-        placeholders: Mapping[int, str] = MappingProxyType({}),
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.runner = runner
-        self.vocab_size = runner.vocab_size
-        self.max_length = max_length
-        self.limit_source = limit_source
-        self.eos_ids = eos_ids
-        self.drafts = drafts
-        self.adapters = adapters
-        self.placeholders = placeholders
-        self._count = itertools.count(1)
-        self._compiler: GrammarCompiler | None = None  # created for the first structured request
+    tokenizer: Tokenizer | None
+    runner: Runner
+    max_length: int
+    limit_source: str
+    eos_ids: frozenset[int]
+    adapters: LoadedAdapters
+    drafts: bool = False
+    placeholders: Mapping[int, str] = field(default_factory=dict)
+    _request_numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
+    _compiler: GrammarCompiler | None = None  # created for the first structured request
+
+    @property
+    def vocab_size(self) -> int:
+        return self.runner.vocab_size
 
     def with_tokenizer(self, tokenizer: Tokenizer | None, max_length: int) -> Admission:
         """Return an admission for the same engine, with another tokenizer and a lower limit."""
-        other = copy.copy(self)
-        other.tokenizer, other.max_length, other._compiler = tokenizer, max_length, None
-        return other
+        return replace(self, tokenizer=tokenizer, max_length=max_length, _compiler=None)
 
     def admit(
         self,
@@ -90,17 +80,17 @@ class Admission:
 
         Args:
             first_sample: the sample index of completion 0.
-            ids: all ids before the completion, of which the prompt's are the last; None: the prompt's.
-            resumed_ids: tokens of the completion that exist already.
-            resumed_text: their text, already sent.
-            session_cache: of the session that this is a turn of, which sets the limit.
+            ids: all ids before the completion, ending with the prompt's; None: only the prompt's.
+            resumed_ids: tokens of the completion that were generated earlier.
+            resumed_text: text of `resumed_ids` that was already sent.
+            session_cache: the session's cache if the request is a session's turn; sets the length limit.
             shown_ids: special tokens that stay in the text.
 
         Raises:
             InvalidRequest: an empty prompt, an id outside the vocabulary, text without a tokenizer, an
                 invalid structure.
             PromptTooLong: prompt and completion exceed the length limit.
-            NotSupported: not supported by this model, or not in this combination.
+            NotSupported: a feature or a combination of features that the model does not support.
         """
         self._check_params(params)
         limit_tokens, source = self.max_length, self.limit_source
@@ -114,23 +104,23 @@ class Admission:
                     )
         if ids is None:
             ids = self.prompt_ids(prompt if prompt is not None else [])
-        num_given = len(ids) + len(resumed_ids)
-        room = limit_tokens - num_given
+        num_tokens = len(ids) + len(resumed_ids)
+        room = limit_tokens - num_tokens
         if room < 0 or (room == 0 and params.max_tokens != 0):
             raise PromptTooLong(
-                f"the prompt has {num_given} tokens; the limit for prompt and completion together is "
+                f"the prompt has {num_tokens} tokens; the limit for prompt and completion together is "
                 f"{limit_tokens} ({source})"
             )
         if params.max_tokens is not None and params.max_tokens > room:
             raise PromptTooLong(
-                f"the prompt's {num_given} tokens and max_tokens={params.max_tokens} make "
-                f"{num_given + params.max_tokens}; the limit for both together is {limit_tokens} "
+                f"the prompt's {num_tokens} tokens and max_tokens={params.max_tokens} make "
+                f"{num_tokens + params.max_tokens}; the limit for both together is {limit_tokens} "
                 f"({source})"
             )
         new_tokens = room if params.max_tokens is None else params.max_tokens
         bad_words = self._bad_words(params)
         request = Request(
-            request_id=f"request-{next(self._count)}",
+            request_id=f"request-{next(self._request_numbers)}",
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_ids=ids,
             params=params,
@@ -162,14 +152,8 @@ class Admission:
         params, first = request.params, self._sequence(request)
         if params.num_beams > 1:
             request.sequences = [first]
-            request.search = BeamSearch(
-                first,
-                num_beams=params.num_beams,
-                length_penalty=params.length_penalty,
-                early_stopping=params.early_stopping,
-                num_eos=len(request.stop_ids),
-                max_tokens=max(1, request.max_tokens),
-            )
+            max_tokens = max(1, request.max_tokens)
+            request.search = BeamSearch(first, params, len(request.stop_ids), max_tokens)
         else:
             request.sequences = [first, *(first.fork(index) for index in range(1, params.n))]
 
@@ -195,8 +179,8 @@ class Admission:
 
     def compiles(self, params: SamplingParams) -> bool:
         """Return whether `admit` would compile a structure, which can take seconds."""
-        known = self._compiler
-        return params.structure is not None and not (known and known.knows(params))
+        compiler = self._compiler
+        return params.structure is not None and not (compiler and compiler.is_cached(params))
 
     def _grammar(self, request: Request) -> StructureState | None:
         """Return the initial grammar state of a completion; None for unstructured output."""
@@ -223,14 +207,19 @@ class Admission:
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer("a prompt given as text")
             ids = tokenizer.encode(prompt, special_tokens=begins)
-            outside = [value for value in ids if value >= self.vocab_size]
-            if outside:
+            invalid_ids = [value for value in ids if value >= self.vocab_size]
+            if invalid_ids:
                 raise InvalidRequest(
-                    f"prompt: the tokenizer returns id {outside[0]}, outside of the model's 0 to "
+                    f"prompt: the tokenizer returns id {invalid_ids[0]}, outside of the model's 0 to "
                     f"{self.vocab_size - 1}; it belongs to another model"
                 )
         else:
-            ids = [self._id(value) for value in _plain(prompt)]
+            ids, vocab_size = _as_list(prompt), self.vocab_size
+            for value in ids:
+                if isinstance(value, bool) or not isinstance(value, int):
+                    raise InvalidRequest(f"prompt: {value!r} is not a token id")
+                if not 0 <= value < vocab_size:
+                    raise InvalidRequest(f"prompt: id {value} is outside 0 to {vocab_size - 1}")
         if not ids:
             raise InvalidRequest("the prompt is empty: at least one token is needed")
         for value in self.placeholders.keys() & ids:
@@ -239,22 +228,15 @@ class Admission:
             )
         return ids
 
-    def _id(self, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidRequest(f"prompt: {value!r} is not a token id")
-        if not 0 <= value < self.vocab_size:
-            raise InvalidRequest(f"prompt: id {value} is outside 0 to {self.vocab_size - 1}")
-        return value
-
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params={params!r}: must be a SamplingParams")
         check_vocabulary(params, self.vocab_size)
         self.adapters.number_of(params.adapter)
-        for wanted in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, wanted) or 0) > self.vocab_size:
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.vocab_size:
                 raise InvalidRequest(
-                    f"{wanted}={getattr(params, wanted)} is more than the vocabulary of "
+                    f"{name}={getattr(params, name)} is more than the vocabulary of "
                     f"{self.vocab_size}"
                 )
         if params.num_beams > 1 and params.draft and self.drafts:
@@ -290,7 +272,7 @@ class Admission:
                 )
 
     def _allowed_mask(self, params: SamplingParams, banned: Set[int]) -> Tensor | None:
-        """Return the ids that can be drawn at any step; None for all."""
+        """Return the bit mask of the ids that can be drawn at any step; None for all ids."""
         allowed = params.allowed_token_ids
         if allowed is None and not banned:
             return None
@@ -313,7 +295,7 @@ class Admission:
 
 
 def _resume(sequence: Sequence, watch: StopWatch) -> None:
-    """Start a new sequence after the existing tokens of its completion.
+    """Advance a new sequence past the resumed tokens of its completion.
 
     Raises:
         InvalidRequest: the tokens don't fit the requested structure, or complete it.
@@ -328,18 +310,18 @@ def _resume(sequence: Sequence, watch: StopWatch) -> None:
         except RequestFailed as error:
             raise InvalidRequest(str(error)) from error
         if not fits or ended:
-            how = "the structure is complete" if fits else f"token {count + 1} does not fit it"
+            why = "the structure is complete" if fits else f"token {count + 1} does not fit it"
             raise InvalidRequest(
-                f"{request.params.structure} for a completion that continues after {len(ids)} tokens: {how}"
+                f"{request.params.structure} for a completion that continues after {len(ids)} tokens: {why}"
             )
     watch.resume(ids, request.resumed_text)
     sequence.output_ids = list(ids)
-    sequence.tokens = [Token()] * len(ids)  # never returned
+    sequence.tokens = [Token()] * len(ids)  # placeholders that are never returned
     sequence.num_sent = len(ids)
 
 
-def _plain(prompt: Any) -> list[Any]:
-    """Return a list of Python numbers from a list, a tuple, an array or a one-dimensional tensor."""
+def _as_list(prompt: Any) -> list[Any]:
+    """Convert a list, a tuple, an array or a one-dimensional tensor to a list of Python numbers."""
     if getattr(prompt, "ndim", 1) != 1 or isinstance(prompt, bytes | bytearray | Mapping | Set):
         raise InvalidRequest(f"prompt={prompt!r}: must be a string or a list of token ids")
     try:
@@ -349,3 +331,36 @@ def _plain(prompt: Any) -> list[Any]:
             f"prompt={prompt!r}: must be a string or a list of token ids"
         ) from None
     return [value.item() if getattr(value, "ndim", None) == 0 else value for value in values]
+
+
+def _is_id(entry: Any) -> bool:
+    """Return whether an entry of a list is a token id rather than a prompt; a 0-d array is an id."""
+    return isinstance(entry, int | float) or getattr(entry, "ndim", None) == 0
+
+
+def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
+    """Return the prompts as a list, and whether `prompts` was a single one: a string or a list of ids."""
+    if isinstance(prompts, str):
+        return [prompts], True
+    if getattr(prompts, "ndim", 1) > 1:
+        return list(prompts), False
+    if not isinstance(prompts, SequenceOf) and not hasattr(prompts, "ndim"):
+        raise InvalidRequest(
+            f"prompts={prompts!r}: must be a string, a list of ids, or a list of either"
+        )
+    entries = [] if getattr(prompts, "ndim", 1) == 0 else list(prompts)
+    if not entries:
+        raise InvalidRequest("the prompt is empty: at least one token is needed")
+    return ([prompts], True) if _is_id(entries[0]) else (entries, False)
+
+
+def as_params(params: Any, count: int) -> list[SamplingParams]:
+    """Return a list of parameters, one for each of `count` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    params_list = list(params) if isinstance(params, SequenceOf) else [params]
+    if len(params_list) != count:
+        raise InvalidRequest(
+            f"{len(params_list)} params for {count} prompts: must be one for all, or one per prompt"
+        )
+    return params_list

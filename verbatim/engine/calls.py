@@ -1,4 +1,4 @@
-"""Calls of an engine: waiters, and the requests of a call."""
+"""The requests of one call to an engine, and the events that its caller waits for."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class ThreadWaiter:
     """An event that one thread waits for.
 
     Each method makes a single call into C, so neither Ctrl-C nor a finalizer run by the garbage collector can
-    leave it locked, as they can a `threading.Event`.
+    leave it locked, which they can do to a `threading.Event`.
 
     Attributes:
-        thread: the thread that waits.
-        first: served before other waiters.
+        thread: id of the thread that waits.
+        first: whether it is served before other waiters.
     """
 
     __slots__ = ("_lock", "first", "thread")
@@ -33,7 +33,7 @@ class ThreadWaiter:
         self._lock.acquire()
 
     def wake(self) -> None:
-        """Wake the thread, or let its next `wait` return at once; from any thread."""
+        """Wake the thread, or make its next `wait` return immediately; from any thread."""
         with suppress(RuntimeError):  # already woken
             self._lock.release()
 
@@ -82,15 +82,15 @@ class Call:
     """The requests of one caller.
 
     Args:
-        waiter: woken when all of them have ended, and after each step whose deltas are kept.
-        max_unread: keep the deltas for `take`, up to this number, but always those of one step. None: keep
+        waiter: woken when all requests have ended, and after each step with deltas to keep.
+        max_unread: maximum number of deltas to keep for `take`; those of one step are always kept. None: keep
             none.
 
     Attributes:
-        keeps: deltas are kept.
-        driven: a coroutine waits, so the handle's background thread runs the steps. False: the caller runs
-            them.
-        num_open: requests that have not ended.
+        keeps: whether deltas are kept.
+        driven: whether the handle's background thread runs the steps, because the caller is a coroutine.
+            False: the caller runs them.
+        num_open: number of requests that have not ended.
         unread: the kept deltas.
     """
 
@@ -102,19 +102,15 @@ class Call:
     ) -> None:
         self.requests, self.waiter = requests, waiter
         self.unread: deque[Delta] = deque()
-        at_once = sum(max(r.params.n, r.params.num_beams) for r in requests)
-        self._max_unread = max(max_unread or 0, at_once)
+        max_per_step = sum(max(r.params.n, r.params.num_beams) for r in requests)
+        self._max_unread = max(max_unread or 0, max_per_step)
         self.keeps = max_unread is not None
         self.driven = isinstance(waiter, TaskWaiter)
         self.num_open = len(requests)
         self._tracebacks: dict[Request, TracebackType | None] = {}
 
     def keep(self, delta: Delta) -> None:
-        """Keep a delta.
-
-        Raises:
-            RequestFailed: `max_unread` deltas are kept.
-        """
+        """Keep a delta; raise RequestFailed if `max_unread` are already kept."""
         if delta.result is None and len(self.unread) >= self._max_unread:
             raise RequestFailed(
                 f"request {delta.request_id}: its stream was not read; {len(self.unread)} deltas wait, and "
@@ -129,7 +125,7 @@ class Call:
     def end(self, request: Request) -> None:
         """Count an ended request, and keep its traceback."""
         self.num_open -= 1
-        # One exception may end several requests, each of which raises it.
+        # One exception may fail several requests and is raised for each, so its traceback is kept.
         if request.error is not None:
             self._tracebacks[request] = request.error.__traceback__
         if request.on_end is not None:
@@ -137,11 +133,7 @@ class Call:
                 request.on_end()
 
     def raise_error(self) -> None:
-        """Raise the error of the first request that failed, if one did.
-
-        Raises:
-            TierFailed: with the results of the requests that had ended before.
-        """
+        """Raise the first error of a request, if any; a TierFailed has the results of the ended requests."""
         for request in self.requests:
             if request in self._tracebacks and request.error is not None:
                 error = request.error.with_traceback(self._tracebacks[request])
@@ -150,15 +142,6 @@ class Call:
                 raise error
 
     def results(self) -> list[Result]:
-        """Return the results in the order of the requests, all of which have ended; or raise an error."""
+        """Return the results of the requests in order, after all have ended; or raise the first error."""
         self.raise_error()
         return [request.result for request in self.requests if request.result is not None]
-
-
-def as_exception(error: BaseException) -> Exception:
-    """Return a step's error as other callers get it: an Exception, which wraps SystemExit and the like."""
-    if isinstance(error, Exception):
-        return error
-    failed = RequestFailed(f"the step was interrupted by {error!r}")
-    failed.__cause__ = error
-    return failed

@@ -1,4 +1,4 @@
-"""Commits the draws of a step: the only place where a request's output grows.
+"""Commits the draws of a step. Output is added to requests only here.
 
 End of sequence, stop ids, stop strings and length are checked together, token by token, so that ids,
 log-probs and top-n lists always have the same length.
@@ -14,10 +14,9 @@ from torch import Tensor
 
 from verbatim.batch import DRAW_FAILED, Draw, Draws
 from verbatim.core import Completion, Delta, FinishReason, Request, Result, Sequence, Token
-from verbatim.engine import beams
-from verbatim.engine.draw import drawing_sequences
+from verbatim.engine.beams import add_candidates, finish_search
 from verbatim.engine.scheduler import Scheduler
-from verbatim.engine.work import Chunk
+from verbatim.engine.work import Chunk, drawing_sequences
 from verbatim.errors import RequestFailed
 
 
@@ -25,10 +24,10 @@ def commit(chunk: Chunk, hidden: Tensor | None, scheduler: Scheduler) -> list[Se
     """Append the results of one step to one sequence: one token, or more if draft tokens are accepted.
 
     Args:
-        hidden: `[R, H]` of the step's logits rows, if a request wants them.
+        hidden: `[R, H]`, hidden states of the step's logits rows, if a request needs them.
 
     Returns:
-        The sequences of its request that have a delta to deliver; none during prefill.
+        The sequences of the request that have a delta to deliver; none during prefill.
 
     Raises:
         RequestFailed: no token can be drawn.
@@ -37,17 +36,17 @@ def commit(chunk: Chunk, hidden: Tensor | None, scheduler: Scheduler) -> list[Se
     results = _valid_draws(chunk)
     if any(draw.id == DRAW_FAILED for draw in results):
         raise RequestFailed(
-            f"request {request.request_id}: no token can be drawn; the model's logits are not numbers, or "
-            "the request's bans, structure and filters leave nothing"
+            f"request {request.request_id}: no token can be drawn; the model's logits are NaN or "
+            "infinite, or the request's bans, structure and filters leave no token"
         )
     scheduler.advance(chunk)
     if not request.params.hidden_states:
         hidden = None
     if hidden is not None:
         hidden = hidden[chunk.first_logits_row :]
-    for place, draw in enumerate(results[: chunk.num_prompt_rows]):
-        request.prompt_tokens.append(_token(request, draw, hidden, place))
-    if sequence.finished:  # computed again for its record
+    for row, draw in enumerate(results[: chunk.num_prompt_rows]):
+        request.prompt_tokens.append(_token(request, draw, hidden, row))
+    if sequence.finished:  # recomputed for its recorded choices
         return [] if sequence.num_uncomputed else [sequence]
     if request.is_prefill_only and sequence.num_uncomputed == 0:
         for sibling in request.sequences[1:]:
@@ -65,15 +64,19 @@ def commit(chunk: Chunk, hidden: Tensor | None, scheduler: Scheduler) -> list[Se
         request.metrics.first_token_s = time.monotonic() - request.arrival
     if request.search is not None:
         token = _token(request, drawn[0], hidden, 0)
-        return beams.add_candidates(sequence, drawn[0].candidates, token, scheduler)
+        return add_candidates(sequence, drawn[0].candidates, token, scheduler)
     samples = drawing_sequences(chunk)
     for sibling in samples[1:]:
         scheduler.fork(sequence, sibling)
     if len(samples) > 1:
         for draw, sample in zip(drawn, samples, strict=True):
-            grow(sample, [draw], hidden)
+            sample.push(draw.id, _token(request, draw, hidden, 0))
     else:
-        chunk.num_accepted = grow(sequence, drawn, hidden) - 1
+        for row, draw in enumerate(drawn):
+            sequence.push(draw.id, _token(request, draw, hidden, row))
+            if sequence.finished:
+                break
+        chunk.num_accepted = row  # the last row that was pushed follows only accepted drafts
         if chunk.max_draft:
             scheduler.accept(sequence, chunk.num_accepted)
     return list(samples)
@@ -82,8 +85,8 @@ def commit(chunk: Chunk, hidden: Tensor | None, scheduler: Scheduler) -> list[Se
 def _valid_draws(chunk: Chunk) -> Draws:
     """Return the chunk's results through the first rejected draft token.
 
-    A failed draw is valid only in the first row: after a draft, the sequence may end before it, and if
-    not, the draw fails again in the next step.
+    A failed draw counts only in the first row: before a later one the sequence may end, and otherwise the
+    draw fails again in the next step.
     """
     drawn, draft = chunk.results, chunk.draft_ids  # a chunk with a draft has no prompt rows
     if not draft:
@@ -96,23 +99,6 @@ def _valid_draws(chunk: Chunk) -> Draws:
     ):
         count += 1
     return drawn[:count]
-
-
-def grow(sequence: Sequence, draws: Draws, hidden: Tensor | None) -> int:
-    """Append drawn ids, in order, through the first that ends the sequence.
-
-    Args:
-        hidden: input of the LM head in their rows; None if not requested.
-
-    Returns:
-        The number of tokens appended.
-    """
-    before, request = len(sequence.output_ids), sequence.request
-    for place, draw in enumerate(draws):
-        sequence.push(draw.id, _token(request, draw, hidden, place))
-        if sequence.finished:
-            break
-    return len(sequence.output_ids) - before
 
 
 def _token(request: Request, draw: Draw, hidden: Tensor | None, row: int) -> Token:
@@ -129,10 +115,10 @@ def _token(request: Request, draw: Draw, hidden: Tensor | None, row: int) -> Tok
 def finish(request: Request, reason: FinishReason) -> list[Sequence]:
     """Finish the unfinished sequences of a request with `reason`; return those to deliver.
 
-    A finished sequence whose record is still being computed is delivered without it, with `reason`.
+    A finished sequence that is being recomputed for its record is delivered without it, with `reason`.
     """
     if request.search is not None:
-        sequences = beams.finish_search(request)
+        sequences = finish_search(request)
     else:
         sequences = [s for s in request.sequences if not s.finished or s.num_recorded is not None]
     for sequence in sequences:
@@ -143,10 +129,9 @@ def finish(request: Request, reason: FinishReason) -> list[Sequence]:
 
 
 def delta(sequence: Sequence, num_accepted: int = 0) -> Delta:
-    """Return the output since the last delta; the request's final delta carries its result.
+    """Return the output since the last delta; the request's final delta has its result.
 
-    Args:
-        num_accepted: the number of leading new tokens that are accepted draft tokens.
+    The first `num_accepted` of the new tokens are accepted draft tokens.
     """
     request = sequence.request
     begin, sequence.num_sent = sequence.num_sent, len(sequence.output_ids)
@@ -163,7 +148,7 @@ def delta(sequence: Sequence, num_accepted: int = 0) -> Delta:
 
 
 def _result(request: Request) -> Result:
-    metrics, wanted = request.metrics, request.params.prompt_logprobs
+    metrics, num_top = request.metrics, request.params.prompt_logprobs
     prompt = request.prompt_tokens
     metrics.total_s = time.monotonic() - request.arrival
     longest = max((len(s.output_ids) for s in request.sequences), default=0)
@@ -174,8 +159,8 @@ def _result(request: Request) -> Result:
         request_id=request.request_id,
         prompt=request.prompt,
         prompt_token_ids=request.prompt_ids + request.resumed_ids,
-        prompt_logprobs=None if wanted is None else [None, *(t.logprob for t in prompt)],
-        prompt_top_logprobs=None if not wanted else [None, *(t.top_logprobs for t in prompt)],
+        prompt_logprobs=None if num_top is None else [None, *(t.logprob for t in prompt)],
+        prompt_top_logprobs=None if not num_top else [None, *(t.top_logprobs for t in prompt)],
         outputs=[_completion(s) for s in sorted(request.sequences, key=lambda s: s.index)],
         num_cached_tokens=metrics.num_cached_tokens,
         metrics=metrics,
@@ -200,7 +185,7 @@ def _completion(sequence: Sequence) -> Completion:
 
 
 def _output(sequence: Sequence, begin: int) -> dict[str, Any]:
-    """Return the fields that completions and deltas share, for the tokens from `begin` on."""
+    """Return the fields common to completions and deltas, for the tokens from `begin` on."""
     params, tokens = sequence.request.params, sequence.tokens[begin:]
     is_drawn = sequence.request.search is None
     return {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from verbatim.checks import as_index
+from verbatim.common.checks import as_index
 from verbatim.core import DraftStats, Sequence
 from verbatim.engine.lengths import DraftLengths
 from verbatim.engine.scheduler import MASK_WAIT_S
@@ -32,7 +32,7 @@ class Drafting:
     Args:
         lengths: chooses the draft lengths.
         vocab_size: upper limit of token ids, exclusive.
-        owns: the proposer was opened for this engine, and sleeps and closes with it.
+        owns: whether the proposer was opened for this engine, and sleeps and closes with it.
     """
 
     def __init__(
@@ -40,29 +40,29 @@ class Drafting:
     ) -> None:
         self.proposer: Proposer = proposer
         self._owns = owns
-        # Proposing runs forwards of a module that belongs to the caller.
+        # Whether proposing runs forwards of a module that belongs to the caller.
         self.runs_live_module: bool = owns and proposer.live
-        # Sequences whose drafts were postponed: these do not count in their acceptance.
+        # Sequences with a postponed draft, which does not count in their acceptance rates.
         self._waiting: Container[Sequence] = getattr(proposer, "waiting", ()) if owns else ()
         self.totals = DraftStats()  # since the engine was opened
         self.last_error: str | None = None
         self._lengths = lengths
-        self._proposing_s = 0.0  # of this step
+        self._proposing_s = 0.0  # time in the proposer, in this step
         self._vocab_size = vocab_size
 
     def lengths(self, running: Iterable[Sequence]) -> dict[Sequence, int]:
-        """Return the desired draft length of each decoding sequence that should get a draft."""
+        """Return the draft length to request for each decoding sequence; no entry: no draft."""
         self._proposing_s = 0.0
         if not self._lengths.begin_step():
             return {}
-        # After the last draft token, the model draws one more.
+        # The model draws one more token after the last draft token.
         decoding = {
             s: s.request.max_tokens - len(s.output_ids) - 1 for s in running if _is_drafted(s)
         }
         return self._lengths.choose(decoding) if decoding else {}
 
     def propose(self, chunks: list[Chunk]) -> None:
-        """Set the drafts of the chunks with draft rows; a failure means no drafts. Raises only Ctrl-C."""
+        """Set the drafts of the chunks with draft rows; none if the proposer fails. Raises only Ctrl-C."""
         chunks = [chunk for chunk in chunks if chunk.max_draft]
         if not chunks:
             return
@@ -112,7 +112,7 @@ class Drafting:
                 stats.note(len(chunk.draft_ids), chunk.num_accepted)
 
     def call(self, method: str, *args: Any) -> None:
-        """Call "sleep", "wake" or "close" of an owned proposer, if it has the method."""
+        """Call `method` ("sleep", "wake" or "close") of an owned proposer, if it has one."""
         function = getattr(self.proposer, method, None) if self._owns else None
         if function is not None:
             function(*args)
@@ -168,10 +168,10 @@ def _is_drafted(sequence: Sequence) -> bool:
 
 
 def set_draft(chunk: Chunk, proposed: Iterable[Any], vocab_size: int) -> int:
-    """Set a chunk's draft to the usable part of a proposal; return how many ids are invalid or too many.
+    """Set a chunk's draft to the valid part of a proposal; return the number of invalid and excess ids.
 
-    An id that ends the sequence, or that the grammar does not allow, ends the draft and is not part of
-    it; neither is counted.
+    An id that ends the sequence, or that the grammar does not allow, ends the draft without being part of
+    it, and is not counted.
     """
     length, sequence, request = chunk.max_draft, chunk.sequence, chunk.sequence.request
     values = list(islice(proposed, length + 1))
@@ -195,7 +195,7 @@ def set_draft(chunk: Chunk, proposed: Iterable[Any], vocab_size: int) -> int:
 def _next_mask(grammar: StructureState, token_id: int) -> Tensor | None:
     """Return the grammar's mask after a token.
 
-    None if the token is not allowed, nothing can follow, or the mask takes longer than `MASK_WAIT_S`.
+    None if the token is not allowed, no token can follow, or the mask takes longer than `MASK_WAIT_S`.
     """
     try:
         if not in_mask(grammar.mask(), token_id) or grammar.push(token_id):
@@ -204,5 +204,5 @@ def _next_mask(grammar: StructureState, token_id: int) -> Tensor | None:
         if job is not None:
             wait([job], timeout=MASK_WAIT_S)
         return grammar.mask() if grammar.ready and not grammar.is_complete() else None
-    except Exception:  # the error counts only if the model draws this token
+    except Exception:  # matters only if the model draws this token
         return None

@@ -1,4 +1,4 @@
-"""The step loop."""
+"""`Engine`: the step loop."""
 
 from __future__ import annotations
 
@@ -6,23 +6,42 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
+from enum import Enum
 from typing import Any
 
+from verbatim.common.shield import Shield
 from verbatim.core import FinishReason, Request, Sequence
 from verbatim.engine.adapters import LoadedAdapters
-from verbatim.engine.calls import as_exception
 from verbatim.engine.commit import commit, delta, finish
 from verbatim.engine.drafting import Drafting
-from verbatim.engine.draw import draw
 from verbatim.engine.scheduler import Scheduler
-from verbatim.engine.work import Schedule
-from verbatim.errors import InvalidRequest, QueueFull, StageFailed, TierFailed, VerbatimError
-from verbatim.kv.prefix_folder import PrefixFolder
+from verbatim.engine.work import Schedule, draw
+from verbatim.errors import (
+    InvalidRequest,
+    QueueFull,
+    StageFailed,
+    TierFailed,
+    VerbatimError,
+    as_exception,
+)
 from verbatim.protocols import CacheLost, Forward, Runner
-from verbatim.shield import Shield
 
-# Longest wait of a step if all sequences wait for masks; deadlines and messages are checked after it.
+# Maximum wait of a step in which all sequences wait for masks; deadlines and messages are checked after it.
 _IDLE_WAIT_S = 5e-3
+PAUSE_MODES = ("keep", "drain", "abort")
+
+
+class Mode(Enum):
+    """The engine's state between two steps."""
+
+    RUNNING = "running"
+    DRAINING = "draining"  # steps run, new requests wait
+    PAUSED = "paused"  # no step runs, new requests are queued
+    ASLEEP = "asleep"  # paused, with its memory freed
+
+    @property
+    def has_steps(self) -> bool:
+        return self in (Mode.RUNNING, Mode.DRAINING)
 
 
 class Engine:
@@ -31,9 +50,9 @@ class Engine:
     Args:
         max_waiting: maximum number of waiting requests; None sets no limit.
         drafting: speculative decoding; None disables it.
-        live: the model belongs to the caller, whose code may change the weights at any time. A detected
-            change counts as an update. Since some can't be detected, the prefix cache is cleared
-            whenever the engine was idle.
+        live: whether the model belongs to the caller, who may change the weights at any time. A detected
+            change counts as an update. Since some can't be detected, the prefix cache is cleared whenever
+            the engine was idle.
     """
 
     def __init__(
@@ -52,18 +71,14 @@ class Engine:
         self.scheduler, self.sessions = scheduler, scheduler.sessions
         self.max_waiting = max_waiting
         self.live = live
+        self.mode = Mode.RUNNING
         self.num_tokens = 0  # generated since the engine was opened
         self.weight_version = 0  # set by each update of the weights
         # Called when a request has a result or an error, after its last delta.
         self.on_end: Callable[[Request], object] = lambda request: None
-        self.next_deadline = math.inf  # no active request has an earlier one
+        self.next_deadline = math.inf  # a lower bound for all active requests
         self.shield = Shield()  # of the thread that runs the step
         self._stamp = runner.stamp() if live else None
-
-    @property
-    def prefix_folder(self) -> PrefixFolder | None:
-        """The files of cached prefixes; None: they are kept in memory only."""
-        return self.scheduler.prefixes.folder
 
     @property
     def has_work(self) -> bool:
@@ -74,7 +89,7 @@ class Engine:
         if self.max_waiting is None:
             return
         count = sum(not (request in self.active or request.finished) for request in requests)
-        # Without those that were preempted, or forked from a running one.
+        # Not counting sequences that were preempted, or forked from a running one.
         waiting = sum(not s.request.was_scheduled for s in self.scheduler.waiting)
         running = len(self.scheduler.running)
         free_slots = max(0, self.scheduler.max_sequences - running)
@@ -93,7 +108,7 @@ class Engine:
         request.weight_version = self.weight_version
         try:
             request.adapter = self.adapters.number_of(request.params.adapter)
-        except InvalidRequest as error:  # it was unloaded since the request was admitted
+        except InvalidRequest as error:  # the adapter was unloaded since the request was admitted
             self.fail(request, error)
             return
         if request.is_prefill_only and not (request.needs_prompt_rows or request.params.records):
@@ -103,28 +118,31 @@ class Engine:
         self.scheduler.add(request.sequences[0])
 
     def step(self) -> bool:
-        """Schedule, forward, sample, commit; return False if there was nothing to do.
+        """Schedule, forward, sample, commit; return False if there was nothing to do, or in a pause.
 
-        The caller defers Ctrl-C with `shield`. It is allowed in the forward and the draw, before any
+        The caller defers Ctrl-C with `shield`. It is allowed only in the forward and the draw, before any
         request has changed.
 
         Raises:
             TierFailed: a part of the model is unreachable. The requests of the step have failed with this
-                error, and the engine can't be used any more.
+                error, and the engine is unusable.
         """
         self.expire(time.monotonic())
+        if self.mode is Mode.DRAINING and not self.has_work:
+            self.mode = Mode.PAUSED
+        if not self.mode.has_steps:
+            return False
         if self.live and self.has_work and self.runner.stamp() != self._stamp:
             self._use_new_weights(None, restart=False)
         begin, drafting = time.perf_counter(), self.drafting
         lengths = None if drafting is None else drafting.lengths(self.scheduler.running)
         work = self.scheduler.schedule(lengths)
         if work is None:
-            return self._wait_for_mask()
+            masks = self.scheduler.masks
+            wait(masks, timeout=_IDLE_WAIT_S, return_when=FIRST_COMPLETED)
+            return bool(masks)
         try:
             forward = self._compute(work, drafting if lengths else None)
-        except CacheLost as error:
-            self._give_up(work, error)
-            return True
         except Exception as error:
             for chunk in work.chunks:
                 if not chunk.sequence.request.finished:
@@ -132,9 +150,8 @@ class Engine:
             if isinstance(error, TierFailed):
                 raise
             return True
-        except BaseException:
-            self.scheduler.roll_back(work)
-            raise
+        if forward is None:
+            return True
         self._commit(work, forward)
         self.adapters.free()
         if drafting is not None:
@@ -144,28 +161,26 @@ class Engine:
     def peek(self) -> list[tuple[Request, int, float]]:
         """Return the draws of the next step, without committing them: request, token id and log-prob.
 
-        Steps that only recompute what was evicted draw nothing, and are committed.
+        Steps that only recompute evicted tokens draw nothing, and are committed. The list is empty while
+        the engine is paused.
         """
-        while True:
+        while self.mode.has_steps:
             work = self.scheduler.schedule()
-            while self.scheduler.masks:  # whether a mask is ready shall not decide what is returned
+            while self.scheduler.masks:  # the result must not depend on which masks are ready
                 wait(self.scheduler.masks)
                 if work is not None:
                     self.scheduler.roll_back(work)
                 work = self.scheduler.schedule()
             if work is None:
                 return []
-            try:
-                forward = self._compute(work, None)
-            except CacheLost as error:
-                self._give_up(work, error)
+            forward = self._compute(work, None)
+            if forward is None:
                 continue
-            except BaseException:
-                self.scheduler.roll_back(work)
-                raise
             if any(chunk.draws or not chunk.sequence.output_ids for chunk in work.chunks):
                 break
             self._commit(work, forward)
+        else:
+            return []
         self.scheduler.roll_back(work)
         return [
             (chunk.sequence.request, draw.id, draw.logprob)
@@ -174,30 +189,29 @@ class Engine:
             for draw in chunk.results[chunk.num_prompt_rows :][:1]
         ]
 
-    def _give_up(self, work: Schedule, error: CacheLost) -> None:
-        """Undo a step in which a stage was lost; fail the requests that have lost too many in a row."""
-        self.scheduler.roll_back(work)
-        if error.limit is None:
-            return
-        for request in dict.fromkeys(chunk.sequence.request for chunk in work.chunks):
-            request.num_lost += 1
-            if request.num_lost > error.limit and not request.finished:
-                self.fail(request, StageFailed(str(error)))
+    def _compute(self, work: Schedule, drafting: Drafting | None) -> Forward | None:
+        """Draft, forward and sample, with Ctrl-C allowed; an error rolls the step back.
 
-    def _wait_for_mask(self) -> bool:
-        """Wait a moment for a grammar mask, if nothing else is left to do; return whether one is computed."""
-        masks = self.scheduler.masks
-        wait(masks, timeout=_IDLE_WAIT_S, return_when=FIRST_COMPLETED)
-        return bool(masks)
-
-    def _compute(self, work: Schedule, drafting: Drafting | None) -> Forward:
-        """Draft, forward and sample, with Ctrl-C allowed."""
-        with self.shield.down():
-            if drafting is not None:
-                drafting.propose(work.chunks)
-            forward = self.runner.forward(work.batch())
-            draw(self.runner, forward, work.chunks, self.fail)
-            return forward
+        Returns None if a stage was lost; requests that have lost too many consecutive steps have failed then.
+        """
+        try:
+            with self.shield.down():
+                if drafting is not None:
+                    drafting.propose(work.chunks)
+                forward = self.runner.forward(work.batch())
+                draw(self.runner, forward, work.chunks, self.fail)
+                return forward
+        except CacheLost as error:
+            self.scheduler.roll_back(work)
+            limit = math.inf if error.limit is None else error.limit
+            for request in dict.fromkeys(chunk.sequence.request for chunk in work.chunks):
+                request.num_lost += error.limit is not None
+                if request.num_lost > limit and not request.finished:
+                    self.fail(request, StageFailed(str(error)))
+            return None
+        except BaseException:
+            self.scheduler.roll_back(work)
+            raise
 
     def _commit(self, work: Schedule, forward: Forward) -> None:
         """Append the drawn tokens to their sequences, and deliver the deltas."""
@@ -216,13 +230,12 @@ class Engine:
                 if chunk.error is not None and not (request.finished or chunk.sequence.finished):
                     self.fail(request, chunk.error)
             except Exception as error:
-                self.fail(request, error)  # the other requests go on
+                self.fail(request, error)  # the other requests continue
 
     def _emit(self, sequence: Sequence, num_accepted: int = 0, *, now: bool = False) -> None:
         """Deliver a delta; free the blocks of a finished sequence, or save them in its session.
 
-        Args:
-            now: even if its recorded choices are lost; else they are computed again first.
+        If its recorded choices are lost, they are recomputed first, unless `now`.
         """
         request = sequence.request
         if sequence.finished and not (self._record(sequence) or now):
@@ -239,13 +252,13 @@ class Engine:
             self.scheduler.remove(sequence)
         if request not in self.active:
             return  # aborted by the receiver of its last delta
-        added = delta(sequence, num_accepted)
+        output = delta(sequence, num_accepted)
         if request.finished:
             del self.active[request]
         try:
             if request.deliver is not None:
-                request.deliver(added)
-        except BaseException as error:  # of the receiver, which ends its request alone
+                request.deliver(output)
+        except BaseException as error:  # raised by the receiver; fails only its own request
             self.fail(request, as_exception(error))
         if request.result is not None:
             self.on_end(request)
@@ -268,7 +281,7 @@ class Engine:
             self.scheduler.remove(sequence)
 
     def abort(self, request: Request) -> None:
-        """Finish a request now with the output it has; do nothing if it is finished or unknown."""
+        """Finish a request now with the output it has; no effect if it is finished or unknown."""
         if request in self.active:
             self._finish(request, FinishReason.ABORT)
 
@@ -278,7 +291,7 @@ class Engine:
             self._finish(request, FinishReason.ABORT)
 
     def expire(self, now: float) -> None:
-        """Finish the requests whose deadline has passed at `now`, on the monotonic clock."""
+        """Finish the requests with a deadline up to `now`, on the monotonic clock."""
         if now < self.next_deadline:
             return
         for request in [request for request in self.active if request.deadline <= now]:
@@ -288,7 +301,7 @@ class Engine:
     def fail(self, request: Request, error: BaseException) -> None:
         """Finish a request with an error."""
         if request.result is not None:
-            return  # it is complete; only its delivery failed
+            return  # the request is complete; only the delivery failed
         request.error = error
         for sequence in request.sequences:
             if not sequence.finished:
@@ -298,24 +311,27 @@ class Engine:
         self.on_end(request)
 
     def update_weights(
-        self, write: Callable[[], None], *, version: int | None, restart: bool
-    ) -> None:
-        """Change the model's weights with `write`, and discard all KV of the old ones.
+        self, prepare: Callable[[], Callable[[], None]], *, version: int | None, restart: bool
+    ) -> int:
+        """Change the model's weights, discard all KV of the old ones, and return the new version.
 
         Args:
-            version: the new version; None adds one to the present version.
-            restart: running requests start over, unless they are streamed and a delta was sent; else they
-                continue after the tokens they have.
+            prepare: checks the new weights, and returns the function that writes them.
+            version: the new version; None: the current version plus 1.
+            restart: whether running requests start over, except streams with a sent delta. Else they continue
+                after the tokens they have.
         """
+        write = prepare()
         self.scheduler.evict_all()  # before the write: new weights must never read old K and V
         write()
         self._use_new_weights(version, restart=restart)
+        return self.weight_version
 
     def _use_new_weights(self, version: int | None, *, restart: bool) -> None:
         """Discard all KV after a change of weights, and restart or continue the active requests."""
         self._stamp = self.runner.stamp() if self.live else None
-        if self.prefix_folder is not None:
-            self.prefix_folder.stop("the weights were updated")
+        if (folder := self.scheduler.prefixes.folder) is not None:
+            folder.stop("the weights were updated")
         self.weight_version = self.weight_version + 1 if version is None else version
         self.scheduler.evict_all()
         for request in self.active:
@@ -329,42 +345,72 @@ class Engine:
                 self.scheduler.discard_pending(request)
             request.weight_version = self.weight_version
 
+    def pause(self, how: str) -> Mode:
+        """Pause or drain, as `LLM.pause`, and return the new mode; a sleeping engine stays asleep."""
+        if how not in PAUSE_MODES:
+            raise InvalidRequest(
+                f"mode={how!r}: must be one of {', '.join(map(repr, PAUSE_MODES))}"
+            )
+        if how == "drain" and self.mode is Mode.ASLEEP:
+            raise VerbatimError("an engine that sleeps can't be drained; call wake() first")
+        if how == "abort":
+            self.abort_all()
+        if self.mode is not Mode.ASLEEP:
+            self.mode = Mode.DRAINING if how == "drain" and self.has_work else Mode.PAUSED
+        return self.mode
+
+    def resume(self) -> None:
+        """End a pause, as `LLM.resume`."""
+        if self.mode is Mode.ASLEEP:
+            raise VerbatimError("the engine sleeps; call wake(), which resumes as well")
+        self.mode = Mode.RUNNING
+
     def sleep(self, weights: bool) -> None:
-        """Release memory, as `Runner.sleep`, also that of the proposer."""
-        if self.drafting is not None:
-            self.drafting.call("sleep", weights)
+        """Release the memory of the proposer and the runner, as `Runner.sleep`, and all blocks."""
+        self._call_proposer("sleep", weights)
         try:
             self.runner.sleep(weights)
-        except VerbatimError:  # refused
-            if self.drafting is not None:
-                self.drafting.call("wake")
+        except Exception:
+            self._call_proposer("wake")
             raise
+        self.scheduler.evict_all()
+        self.mode = Mode.ASLEEP
 
     def wake(self) -> None:
-        """Allocate the memory again, as `Runner.wake`."""
+        """Allocate the memory again, as `Runner.wake`, and resume; no effect if not asleep."""
+        if self.mode is not Mode.ASLEEP:
+            return
         self.runner.wake()
+        try:
+            self._call_proposer("wake")
+        except Exception:
+            self.runner.sleep(False)  # keeps the weights
+            raise
+        self.mode = Mode.RUNNING
+
+    def _call_proposer(self, method: str, *args: Any) -> None:
+        """Call a method of the proposer that was opened for this engine, if it has one."""
         if self.drafting is not None:
-            self.drafting.call("wake")
+            self.drafting.call(method, *args)
 
     def close(self) -> None:
         """Release memory, processes and files."""
         self.sessions.close()
         try:
-            if self.drafting is not None:
-                self.drafting.call("close")
+            self._call_proposer("close")
         finally:
             self.runner.close()
 
     def stats(self) -> dict[str, Any]:
-        """Return counters since the engine was opened, and the present load."""
-        pool = self.scheduler.pool
+        """Return counters since the engine was opened, and the current load."""
+        pool, folder = self.scheduler.pool, self.scheduler.prefixes.folder
         return {
             "forwards": self.runner.num_forwards,
             "tokens": self.num_tokens,
             "preemptions": self.scheduler.num_preemptions,
             "weight_version": self.weight_version,
             "cached_tokens": self.scheduler.prefixes.num_hits,
-            "prefix_folder": None if self.prefix_folder is None else self.prefix_folder.stats(),
+            "prefix_folder": None if folder is None else folder.stats(),
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
             "blocks_used": pool.num_used,
@@ -374,4 +420,6 @@ class Engine:
             "sessions": self.sessions.num_open,
             "draft": None if self.drafting is None else self.drafting.stats(),
             **self.runner.stats(),
+            "paused": not self.mode.has_steps,
+            "asleep": self.mode is Mode.ASLEEP,
         }

@@ -1,8 +1,8 @@
 """Ranks in lockstep: every rank of a process group runs the same number of forwards.
 
-A model with collectives in its forward hangs if one rank runs fewer forwards. So a rank without requests
-runs dummy forwards while any rank has work. Before each forward, an all-reduce synchronizes the ranks; a
-rank that failed reports it there.
+A model with collectives in its forward hangs if one rank runs fewer forwards than the others. So a rank
+without requests runs dummy forwards while any rank has work. Before each forward, an all-reduce synchronizes
+the ranks, and reports a rank that failed.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-# Default arguments of this module capture the default process group at its first import, by transformers
-# if not here. That group would outlive destroy_process_group, and its threads would free tensors while the
-# interpreter ends, which aborts the process. So it is imported before a group exists.
+# Imported here, before a process group exists: default arguments in torch.distributed.nn capture the default
+# group at the first import, which transformers would trigger later. That group would outlive
+# destroy_process_group, and its threads would free tensors at interpreter exit, which aborts the process.
 if dist.is_available():
     import torch.distributed.nn
 
+from verbatim.common.shield import Shield
 from verbatim.core import Request, Result
 from verbatim.engine.handle import Collective, EngineHandle
 from verbatim.errors import NotSupported, RequestFailed
 from verbatim.options import rank_of
 from verbatim.placement.distributed.experts import ExpertGroup
-from verbatim.shield import Shield
 
 _T = TypeVar("_T")
 
 
 class Lockstep:
-    """The calls of a rank with its own requests, which runs as many forwards as the others."""
+    """The `Collective` of ranks that have their own requests, and run the same number of forwards."""
 
     may_be_empty = True
 
@@ -48,9 +48,9 @@ class Lockstep:
         self._group.close()
 
 
-def collective_of(together: Any) -> Collective | None:
-    """Return the calls of all processes of a placement, from its `Placed.together`; None: there is one."""
-    return Lockstep(together) if isinstance(together, ExpertGroup) else together
+def collective_of(collective: Any) -> Collective | None:
+    """Return the `Collective` of a placement, from its `Placed.collective`; None for a single process."""
+    return Lockstep(collective) if isinstance(collective, ExpertGroup) else collective
 
 
 def run_together(
@@ -58,8 +58,8 @@ def run_together(
 ) -> list[Result]:
     """Run requests to completion on all ranks of a process group; a rank may have none.
 
-    The engine must not be used otherwise meanwhile. Ctrl-C takes effect at the next synchronization, at
-    most one step later. If a forward fails before its own collectives, the other ranks wait in theirs until
+    The engine must not be used in any other way meanwhile. Ctrl-C takes effect at the next synchronization,
+    at most one step later. If a forward fails before its collectives, the other ranks wait in theirs until
     the group's timeout.
 
     Args:
@@ -70,7 +70,7 @@ def run_together(
     Raises:
         InvalidRequest: `group` is not a group, or this process is not in it.
         NotSupported: the proposer runs forwards of a live module.
-        RequestFailed: another rank failed. The error of a failed request of this rank is raised as it is.
+        RequestFailed: another rank failed. The error of this rank's own request is raised unchanged.
     """
     if group is None:
         handle, requests = begin()
@@ -91,16 +91,19 @@ def run_together(
             while True:
                 unfinished = sum(not request.finished for request in requests)
                 failed = error is not None or shield.pending
-                most_unfinished, failed_rank = _synchronize(group, unfinished, failed=failed)
-                if failed_rank is not None or not most_unfinished:
+                max_unfinished, failed_rank = _synchronize(group, unfinished, failed=failed)
+                if failed_rank is not None or not max_unfinished:
                     break
                 try:
-                    _one_forward(handle)
+                    before = handle.runner.num_forwards
+                    handle.step()
+                    if handle.runner.num_forwards == before:
+                        handle.dummy_forward()
                 except BaseException as raised:
                     error = raised
         finally:
             for request in requests:
-                handle.abort(request)  # does nothing to finished ones
+                handle.abort(request)  # no effect if it is finished
         if error is not None:
             raise error
     if failed_rank is not None:
@@ -112,7 +115,7 @@ def run_together(
 
 
 def _check_drafts(handle: EngineHandle) -> None:
-    """Refuse proposers with forwards of a live module: their number differs between ranks."""
+    """Refuse proposers that run forwards of a live module: the number of forwards differs between ranks."""
     drafting = handle.drafting
     if drafting is not None and drafting.runs_live_module:
         raise NotSupported(
@@ -122,16 +125,8 @@ def _check_drafts(handle: EngineHandle) -> None:
 
 
 def _synchronize(group: Any, unfinished: int, *, failed: bool) -> tuple[int, int | None]:
-    """Return the maximum of `unfinished` over all ranks, and the world rank of a failed one, if any."""
+    """Return the maximum of `unfinished` over all ranks, and the world rank of a failed rank, if any."""
     state = torch.tensor([unfinished, dist.get_rank() if failed else -1])
     dist.all_reduce(state, op=dist.ReduceOp.MAX, group=group)
-    most, rank = state.tolist()
-    return most, None if rank < 0 else rank
-
-
-def _one_forward(handle: EngineHandle) -> None:
-    """Run a step, or a dummy forward if the step runs none."""
-    before = handle.runner.num_forwards
-    handle.step()
-    if handle.runner.num_forwards == before:
-        handle.dummy_forward()
+    max_unfinished, rank = state.tolist()
+    return max_unfinished, None if rank < 0 else rank

@@ -20,8 +20,9 @@ from verbatim.engine.work import Chunk, Schedule
 from verbatim.kv.blocks import BlockPool
 from verbatim.kv.prefixes import Prefixes
 from verbatim.kv.states import StateSlots
+from verbatim.protocols import Runner
 
-# The wait of a step for the masks that begin with it; those of slow structures are not waited for.
+# Maximum time a step waits for the masks that it starts to compute, except those of slow structures.
 MASK_WAIT_S = 5e-4
 
 
@@ -36,44 +37,40 @@ class Scheduler:
     its blocks, and is recomputed later.
 
     Args:
-        pool: the blocks of the KV store.
-        states: the slots of recurrent states.
-        block_size: token positions per block.
+        runner: provides the numbers of blocks and of states, and the size of a block.
         max_batch_tokens: maximum number of rows of a batch.
         max_sequences: maximum number of running sequences.
         max_prompt_rows: maximum number of logits rows for prompt log-probs and drafts in a batch, which
             bounds the memory of their logits.
-        prefix_cache: reuse the blocks of prompts with a common prefix, cached or in flight.
+        prefix_cache: whether prompts share the blocks of a common prefix, cached or in flight.
     """
 
     def __init__(
         self,
-        pool: BlockPool,
-        block_size: int,
+        runner: Runner,
         max_batch_tokens: int,
         max_sequences: int,
         max_prompt_rows: int,
         *,
-        states: StateSlots | None = None,
         prefix_cache: bool = False,
     ) -> None:
-        self.pool = pool
-        self.states = states or StateSlots(0)
-        self.block_size = block_size
+        self.pool = pool = BlockPool(runner.num_blocks)
+        self.states = StateSlots(runner.num_states)
+        self.block_size = block_size = runner.block_size
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.max_prompt_rows = max_prompt_rows
         self.prefixes = Prefixes(pool, self.states, block_size, enabled=prefix_cache)
         self.sessions = Sessions(pool, self.states, block_size)
-        self.waiting: list[Sequence] = []  # by rank, which is constant and of one sequence alone
-        self.running: dict[Sequence, None] = {}  # in the order of their start
+        self.waiting: list[Sequence] = []  # sorted by rank, which is unique and constant
+        self.running: dict[Sequence, None] = {}  # in start order
         self.num_preemptions = 0
-        self.masks: set[Future[Tensor]] = set()  # under way at the last `schedule`
-        self._count = itertools.count()
+        self.masks: set[Future[Tensor]] = set()  # not computed yet at the last `schedule`
+        self._arrival_numbers = itertools.count()
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence, with the blocks that its session has cached."""
-        sequence.number = next(self._count)
+        """Queue a new sequence, with the cached blocks of its session."""
+        sequence.number = next(self._arrival_numbers)
         self.sessions.attach(sequence)
         self._queue(sequence)
 
@@ -81,9 +78,9 @@ class Scheduler:
         """Remove a sequence, finished or not, and free its blocks."""
         self._free(sequence)
         self.running.pop(sequence, None)
-        place = bisect_left(self.waiting, sequence.rank, key=_rank)
-        if self.waiting[place : place + 1] == [sequence]:
-            del self.waiting[place]
+        index = bisect_left(self.waiting, sequence.rank, key=_rank)
+        if self.waiting[index : index + 1] == [sequence]:
+            del self.waiting[index]
 
     def _queue(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_rank)
@@ -93,7 +90,7 @@ class Scheduler:
 
         The child is queued if the parent has no blocks, or `max_sequences` is reached.
         """
-        child.number = next(self._count)
+        child.number = next(self._arrival_numbers)
         child.blocks, child.keys = list(parent.blocks), list(parent.keys)
         child.num_computed = parent.num_computed
         self.pool.share(child.blocks)
@@ -108,19 +105,24 @@ class Scheduler:
         """Select the rows of the next step; None if nothing can run.
 
         Args:
-            draft_lengths: desired draft length of each sequence. Drafts get only capacity that is left
-                over: no sequence waits or is preempted for a draft.
+            draft_lengths: desired draft length of each sequence. Drafts use only the remaining capacity: no
+                sequence waits or is preempted for a draft.
         """
         work = Schedule(self.max_batch_tokens, self.max_prompt_rows)
         self._compute_masks()
-        # A beam with candidates waits for the other beams of its request, a sequence for its mask.
+        # Beams with candidates wait for the other beams of their request, other sequences for their masks.
         active = [
             s for s in self.running if s.candidates is None and (not s.grammar or s.grammar.ready)
         ]
         active.sort(key=lambda s: (s.num_uncomputed > 1, s.rank))
         for sequence in active:
             self._schedule_waiting(work, before=sequence)
-            self._schedule_running(sequence, work)
+            # It may have been preempted in this step, and even started again.
+            if not work.rows or sequence not in self.running or sequence in work.scheduled:
+                continue
+            chunk = self._chunk(sequence, work)
+            if chunk.num_rows and self._make_room(sequence, chunk.num_rows, work):
+                self._allocate(chunk, work)
         self._schedule_waiting(work)
         if draft_lengths:
             self._reserve_drafts(draft_lengths, work)
@@ -129,40 +131,39 @@ class Scheduler:
     def _schedule_waiting(self, work: Schedule, before: Sequence | None = None) -> None:
         """Start waiting sequences in order of rank, as far as rows, sequence slots and blocks allow.
 
-        Args:
-            before: start only those that go before this running sequence.
+        With `before`, start only sequences that are scheduled before that running one.
         """
-        place = 0
-        while work.rows and place < len(self.waiting):
-            sequence = self.waiting[place]
+        index = 0
+        while work.rows and index < len(self.waiting):
+            sequence = self.waiting[index]
             if before is not None and not _goes_before(sequence, before):
                 break
             if (
-                # Another sequence is computing its prefix.
+                # Another sequence is computing the same prefix.
                 (not sequence.blocks and self.prefixes.is_in_flight(sequence))
                 or (sequence.request.needs_prompt_rows and not work.prompt_rows)
                 or self._start_mask(sequence) is not None
             ):
-                place += 1
+                index += 1
             elif not self._start(sequence, work):
                 break
 
     def _compute_masks(self) -> None:
-        """Start computing the masks of the running sequences, and wait a moment for the new quick ones.
+        """Start computing the masks of the running sequences, and wait briefly for the new fast ones.
 
-        A sequence whose mask takes longer is left out of steps until it has it.
+        A sequence is left out of steps until its mask is computed.
         """
-        late, self.masks = self.masks, set()
-        quick: set[Future[Tensor]] = set()
+        earlier, self.masks = self.masks, set()
+        fast: set[Future[Tensor]] = set()
         for sequence in self.running:
             job, grammar = self._start_mask(sequence), sequence.grammar
-            if job is not None and job not in late and grammar and not grammar.is_slow:
-                quick.add(job)
-        if quick:
-            wait(quick, timeout=MASK_WAIT_S)
+            if job is not None and job not in earlier and grammar and not grammar.is_slow:
+                fast.add(job)
+        if fast:
+            wait(fast, timeout=MASK_WAIT_S)
 
     def _start_mask(self, sequence: Sequence) -> Future[Tensor] | None:
-        """Start computing the mask of a sequence's next token, if needed; None if it is computed."""
+        """Start computing the mask of a sequence's next token; return the job, or None if none is needed."""
         if sequence.grammar is None or sequence.candidates is not None:
             return None
         job = sequence.grammar.prepare()
@@ -173,47 +174,44 @@ class Scheduler:
     def advance(self, chunk: Chunk) -> None:
         """Mark the rows of `chunk` as computed."""
         chunk.sequence.num_computed += chunk.num_rows
-        self.prefixes.computed(chunk.sequence)
-        if not chunk.max_draft:  # else `accept` decides which states are kept
-            self.states.keep(chunk.sequence, chunk.sequence.num_computed)
+        self.prefixes.index_blocks(chunk.sequence)
+        if not chunk.max_draft:  # else `accept` keeps the right states
+            self.states.keep_only(chunk.sequence, chunk.sequence.num_computed)
 
     def accept(self, sequence: Sequence, num_drafts: int) -> None:
         """Mark `num_drafts` accepted draft rows as computed; free the blocks of the rejected ones."""
         sequence.num_computed += num_drafts
         self._truncate(sequence, sequence.num_computed)
-        self.prefixes.computed(sequence)
-        self.states.keep(sequence, sequence.num_computed)
+        self.prefixes.index_blocks(sequence)
+        self.states.keep_only(sequence, sequence.num_computed)
 
     def roll_back(self, work: Schedule) -> None:
         """Undo a step that was interrupted before commit."""
         for chunk in work.chunks:
             sequence = chunk.sequence
-            self.states.keep(sequence, sequence.num_computed)
+            self.states.keep_only(sequence, sequence.num_computed)
             if work.block_copies and sequence in self.running:
-                self._preempt(sequence)  # the copies may not have been made
+                self._requeue(sequence)  # its blocks may not have been copied yet
             elif chunk.max_draft:  # the next step may have no draft, and need the blocks
                 self._truncate(sequence, sequence.num_computed + chunk.num_rows)
 
     def evict(self, sequence: Sequence) -> None:
-        """Preempt a sequence, which may also be waiting."""
+        """Preempt a running sequence, or free the blocks of a waiting one."""
         if sequence in self.running:
             self._preempt(sequence)
         else:
             self._free(sequence)
 
     def evict_all(self) -> None:
-        """Preempt every sequence, and clear all cached blocks, also those of sessions."""
-        for sequence in [*self.running, *self._parked()]:
+        """Preempt every sequence, and clear all cached blocks, including those of sessions."""
+        # A waiting sequence has blocks from a session, or shared with another sequence.
+        for sequence in [*self.running, *(s for s in self.waiting if s.blocks)]:
             self.evict(sequence)
         self.sessions.drop_kv()
         self.prefixes.forget()
 
-    def _parked(self) -> list[Sequence]:
-        """Return the waiting sequences that hold blocks: of a session, or shared with another sequence."""
-        return [sequence for sequence in self.waiting if sequence.blocks]
-
     def discard_pending(self, request: Request) -> None:
-        """Discard results of the old weights that no token depends on yet, after `evict_all`."""
+        """Discard results of the old weights that no token depends on yet. Called after `evict_all`."""
         num_new = request.sequences[0].num_tokens - request.num_input_tokens
         if not num_new:  # else the prompt's results are complete
             request.prompt_tokens = []
@@ -222,29 +220,20 @@ class Scheduler:
                 beam.candidates = None
                 self._queue(beam)
 
-    def _schedule_running(self, sequence: Sequence, work: Schedule) -> None:
-        """Schedule the next rows of a running sequence, preempting sequences of a worse rank if needed."""
-        # It may have been preempted in this step, and even been started again.
-        if not work.rows or sequence not in self.running or sequence in work.scheduled:
-            return
-        chunk = self._chunk(sequence, work)
-        if chunk.num_rows and self._make_room(sequence, chunk.num_rows, work):
-            self._allocate(chunk, work)
-
     def _reserve_drafts(self, lengths: Mapping[Sequence, int], work: Schedule) -> None:
         """Allocate rows and blocks for drafts from the remaining capacity."""
         if work.block_copies:
-            return  # drafting may write to a block before it is copied
+            return  # drafting might write to a block before it is copied
         for chunk in work.chunks:
             sequence = chunk.sequence
-            wanted = min(lengths.get(sequence, 0), work.rows, work.prompt_rows)
-            # A sequence preempted since the lengths were chosen has more than one row to compute.
-            if not wanted or not chunk.draws or chunk.num_rows > 1:
+            length = min(lengths.get(sequence, 0), work.rows, work.prompt_rows)
+            # A sequence that was preempted after the lengths were chosen has more than one row to compute.
+            if not length or not chunk.draws or chunk.num_rows > 1:
                 continue
             end = sequence.num_computed + chunk.num_rows
             blocks = len(sequence.blocks) + self.pool.num_free
             chunk.max_draft = min(
-                wanted, blocks * self.block_size - end, self.states.num_free(wanted)
+                length, blocks * self.block_size - end, self.states.num_free(length)
             )
             self.states.reserve(sequence, range(end + 1, end + chunk.max_draft + 1))
             missing = -(-(end + chunk.max_draft) // self.block_size) - len(sequence.blocks)
@@ -253,16 +242,16 @@ class Scheduler:
             work.prompt_rows -= chunk.max_draft
 
     def _truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Free the blocks behind the first `num_tokens` positions."""
+        """Free the blocks after the first `num_tokens` positions."""
         needed = -(-num_tokens // self.block_size)
-        self.pool.give_back(sequence.blocks[needed:])
+        self.pool.release(sequence.blocks[needed:])
         del sequence.blocks[needed:]
 
     def _start(self, sequence: Sequence, work: Schedule) -> bool:
-        """Start a waiting sequence, preempting others if its priority allows; return whether it runs."""
+        """Start a waiting sequence, preempting others if its priority allows; return whether it started."""
         was_parked = bool(sequence.blocks)
         if not was_parked:
-            # Else it might not start, and read the same files again in each step.
+            # Files are read only if it can start; otherwise every step might read the same ones.
             can_start = len(self.running) < self.max_sequences
             self.prefixes.attach(sequence, load=can_start)
         chunk = self._chunk(sequence, work)
@@ -272,23 +261,30 @@ class Scheduler:
             return False
         self.waiting.remove(sequence)
         self.running[sequence] = None
-        self._record_start(sequence)
-        self.prefixes.promise(sequence)
+        request = sequence.request
+        if not request.was_scheduled:
+            request.was_scheduled = True
+            request.metrics.queue_s = time.monotonic() - request.arrival
+            request.metrics.num_cached_tokens = sequence.num_computed
+            self.prefixes.num_hits += sequence.num_computed
+        self.prefixes.register(sequence)
         self._allocate(chunk, work)
         return True
 
     def _make_room(self, sequence: Sequence, rows: int, work: Schedule) -> bool:
-        """Free blocks for `rows` of a sequence, and a slot if it waits; return whether that was possible.
+        """Free blocks for `rows` rows, and a slot if the sequence is waiting; return whether it succeeded.
 
-        A running sequence preempts any other of a worse rank, and itself if there is none. A beam with
-        candidates is preempted first.
+        A running sequence preempts the one with the worst rank, which may be itself. Beams with candidates
+        are preempted first.
         """
         runs = sequence in self.running
         while True:
-            is_short = self._is_short(sequence, rows)
+            # Too few free blocks or state slots?
+            is_short = self._blocks_missing(sequence, rows) > self.pool.num_free
+            is_short = is_short or not self.states.num_free(1)
             if not is_short and (runs or len(self.running) < self.max_sequences):
                 return True
-            if is_short and self._reclaim_idle(but=sequence):
+            if is_short and self._reclaim_blocks(but=sequence):
                 continue
             others = (s for s in self.running if s not in work.scheduled)
             victims = [s for s in others if runs or _may_preempt(sequence, s)]
@@ -299,20 +295,12 @@ class Scheduler:
             if last is sequence:
                 return False
 
-    def _record_start(self, sequence: Sequence) -> None:
-        request, metrics = sequence.request, sequence.request.metrics
-        if not request.was_scheduled:
-            request.was_scheduled = True
-            metrics.queue_s = time.monotonic() - request.arrival
-            metrics.num_cached_tokens = sequence.num_computed
-            self.prefixes.num_hits += sequence.num_computed
-
     def _chunk(self, sequence: Sequence, work: Schedule) -> Chunk:
         """Return the next rows of `sequence` that fit into the batch."""
         request = sequence.request
         rows = min(sequence.num_uncomputed, work.rows)
         prompt_rows, first = 0, sequence.next_prompt_row
-        # The row at position p scores prompt token p + 1. Results from before an eviction are kept.
+        # The row at position p scores prompt token p + 1. Earlier results are kept through evictions.
         if first is not None and sequence.num_computed <= first:
             rows = min(rows, first - sequence.num_computed + work.prompt_rows)
             end = min(sequence.num_computed + rows, request.num_input_tokens - 1)
@@ -322,37 +310,35 @@ class Scheduler:
         return Chunk(sequence, rows, prompt_rows, draws)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Move a running sequence back to the queue, at its old rank and without its blocks."""
-        self._free(sequence)
-        del self.running[sequence]
-        # A beam with candidates needs neither blocks nor a place in the queue until the others have theirs.
-        if sequence.candidates is None:
-            self._queue(sequence)
+        """Move a running sequence back to the queue, and count that."""
+        self._requeue(sequence)
         self.num_preemptions += 1
         sequence.request.metrics.preemptions += 1
 
-    def _reclaim_idle(self, but: Sequence) -> bool:
+    def _requeue(self, sequence: Sequence) -> None:
+        """Move a running sequence back to the queue, at its old rank and without its blocks."""
+        self._free(sequence)
+        del self.running[sequence]
+        # A beam with candidates needs no blocks, and is not queued until the other beams have theirs.
+        if sequence.candidates is None:
+            self._queue(sequence)
+
+    def _reclaim_blocks(self, but: Sequence) -> bool:
         """Free blocks of an idle session, else of a waiting sequence; return False if there are none."""
         if self.sessions.free_block():
             return True
-        for sequence in reversed(self._parked()):
-            if sequence is not but:
-                self._free(sequence)
-                return True
-        return False
+        waiting = (s for s in reversed(self.waiting) if s.blocks and s is not but)
+        if (sequence := next(waiting, None)) is not None:
+            self._free(sequence)
+        return sequence is not None
 
     def _free(self, sequence: Sequence) -> None:
-        self.pool.give_back(sequence.blocks)
+        self.pool.release(sequence.blocks)
         sequence.blocks = []
-        self.states.keep(sequence, 0)
+        self.states.keep_only(sequence, 0)
         sequence.num_computed = 0
         sequence.num_draft_computed.clear()
-        self.prefixes.withdraw(sequence)
-
-    def _is_short(self, sequence: Sequence, rows: int) -> bool:
-        """Return whether blocks, or a slot for its state, are missing for the next rows of a sequence."""
-        missing = self._blocks_missing(sequence, rows)
-        return missing > self.pool.num_free or not self.states.num_free(1)
+        self.prefixes.unregister(sequence)
 
     def _blocks_missing(self, sequence: Sequence, rows: int) -> int:
         needed = -(-(sequence.num_computed + rows) // self.block_size)
@@ -364,14 +350,14 @@ class Scheduler:
         return offset > 0 and self.pool.is_shared(sequence.blocks[block])
 
     def _allocate(self, chunk: Chunk, work: Schedule) -> None:
-        """Allocate the blocks of a chunk and add it to the batch; copy a shared block before the write."""
+        """Allocate the blocks of a chunk, copying a shared block before a write; add it to the batch."""
         sequence = chunk.sequence
         missing = self._blocks_missing(sequence, chunk.num_rows)
         if self._needs_copy(sequence):
             index = sequence.num_computed // self.block_size
             shared, (copy,) = sequence.blocks[index], self.pool.take(1)
             work.block_copies.append((shared, copy))
-            self.pool.give_back([shared])
+            self.pool.release([shared])
             sequence.blocks[index] = copy
             missing -= 1
         sequence.blocks += self.pool.take(missing)
@@ -383,16 +369,16 @@ class Scheduler:
 
 
 def _goes_before(waiting: Sequence, running: Sequence) -> bool:
-    """Return whether `waiting` is scheduled before `running`; a decode gives way to priority only."""
+    """Return whether `waiting` is scheduled before `running`; a decode yields only to a better priority."""
     if running.num_uncomputed == 1:
         return _may_preempt(waiting, running)
     return waiting.rank <= running.rank
 
 
 def _may_preempt(waiting: Sequence, running: Sequence) -> bool:
-    """Return whether `waiting` may preempt `running`: a better priority is needed, not an earlier arrival.
+    """Return whether `waiting` may preempt `running`: it needs a better priority, not an earlier arrival.
 
-    A beam with candidates yields to any sequence: the beams that it waits for may be in the queue.
+    A beam with candidates yields to any sequence, because the beams that it waits for may be queued.
     """
     if running.candidates is not None:
         return True

@@ -1,8 +1,8 @@
-"""The compiled kernels: one library per instruction set, loaded by ctypes when first asked for.
+"""The compiled kernels: one library per instruction set, loaded by ctypes on first use.
 
-`library()` is the best one this processor can run, or None where the package was installed without
-a compiler; each caller then takes its torch reference. Torch must be imported first: the kernels
-share torch's OpenMP runtime, so that there is one pool of threads in the process and not two.
+`library()` is the best one for this processor, or None if the package was installed without a compiler;
+callers then use their torch references. torch must be imported first: the kernels share its OpenMP runtime,
+so that the process has only one thread pool.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-VERSION = 9  # goes up whenever a kernel's arithmetic changes: part of the numerics key
+VERSION = 9  # incremented when a kernel's arithmetic changes; part of the numerics key
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
-# Best first. The second column is what /proc/cpuinfo or the operating system calls the features.
+# Best first, with the required features, named as in /proc/cpuinfo.
 _LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
     ("avx512_bf16", _AVX512 | {"avx512_bf16", "avx512_vnni"}),  # no processor has the first alone
     ("avx512", _AVX512),
@@ -49,7 +49,7 @@ def _cpu_features() -> frozenset[str]:
 
 @functools.cache
 def available() -> tuple[str, ...]:
-    """The instruction sets that were built and that this processor has, best first."""
+    """Return the instruction sets that were built and that this processor has, best first."""
     here = Path(__file__).parent
     return tuple(
         name
@@ -60,26 +60,25 @@ def available() -> tuple[str, ...]:
 
 @functools.cache
 def load(name: str) -> ctypes.CDLL:
-    """The library built for instruction set `name`, one of `available()`."""
+    """Load the library of instruction set `name`, one of `available()`."""
     import torch  # noqa: F401  (its OpenMP runtime must be in the process before ours is bound)
 
     return ctypes.CDLL(str(Path(__file__).parent / f"verbatim_{name}.so"))
 
 
 @functools.cache
-def wanted() -> str | None:
-    """Return `VERBATIM_KERNELS` as it was when it was first needed."""
+def requested() -> str | None:
+    """Return the value that `VERBATIM_KERNELS` had at the first call."""
     return os.environ.get("VERBATIM_KERNELS")
 
 
 def instruction_set() -> str | None:
-    """The instruction set in use, part of the numerics key; None where nothing was built.
+    """Return the instruction set in use, part of the numerics key; None for the torch references.
 
-    `VERBATIM_KERNELS=NAME` picks another one of `available()`, `VERBATIM_KERNELS=none` the torch
-    references, and `VERBATIM_KERNELS=triton` those and, wherever a GPU would take them, the kernels in
-    Triton, under its interpreter.
+    `VERBATIM_KERNELS` selects another one of `available()`, the torch references ("none"), or "triton": the
+    Triton kernels under Triton's interpreter wherever a GPU would use them, else the torch references.
     """
-    return _chosen(_used.name or wanted(), available())
+    return _select(_override.name or requested(), available())
 
 
 def numerics_key(
@@ -88,12 +87,12 @@ def numerics_key(
     quantization: str | None = None,
     gpu: dict[str, Any] | None = None,
 ) -> str:
-    """Return the numerics key: what machines must have in common for bit-identical outputs.
+    """Return the numerics key; machines with equal keys produce bit-identical outputs.
 
     Args:
-        quantization: the name of the format that weights are rounded to. A format in which a checkpoint has
-            them changes no bit: they may be held in it, or decoded.
-        gpu: its `name` and whether it is `deterministic`; None is the CPU.
+        quantization: name of the format to which weights are rounded, or None. A quantized checkpoint's own
+            format does not count: results are the same with packed and with dequantized weights.
+        gpu: the GPU's `name` and whether it is `deterministic`; None: the CPU.
     """
     import torch
 
@@ -111,34 +110,32 @@ def numerics_key(
 
 
 @functools.cache
-def _chosen(name: str | None, names: tuple[str, ...]) -> str | None:
+def _select(name: str | None, names: tuple[str, ...]) -> str | None:
     if name in ("none", "triton"):
         return None
     if name:
         if name not in names:
             raise NotSupported(
-                f"VERBATIM_KERNELS={name!r}: this build and processor have {[*names]}"
+                f"VERBATIM_KERNELS={name!r}: this build and processor support {[*names]}"
             )
         return name
     return names[0] if names else None
 
 
-def triton_serves(device: torch.device) -> bool:
-    """Return whether the Triton kernels compute tensors on `device`: on a GPU, and on the CPU if
-    `VERBATIM_KERNELS=triton` asks for it, for tests (seconds per token).
-    """
-    used = _used.name
+def uses_triton(device: torch.device) -> bool:
+    """Return whether Triton kernels are used on `device`: a GPU, or in tests the CPU (seconds per token)."""
+    override = _override.name
     if device.type == "cuda":
-        return used is None
-    if device.type != "cpu" or (used or wanted()) != "triton":
+        return override is None
+    if device.type != "cpu" or (override or requested()) != "triton":
         return False
     if os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError("VERBATIM_KERNELS=triton on the CPU needs TRITON_INTERPRET=1 besides")
+        raise ValueError("VERBATIM_KERNELS=triton on the CPU also requires TRITON_INTERPRET=1")
     return True
 
 
 def without_overrides(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Run a function without torch-function overrides: each of its torch calls would pass through them."""
+    """Decorate a function to run without torch-function overrides."""
     import torch
 
     disabled = torch._C.DisableTorchFunction
@@ -155,42 +152,42 @@ MISSING = "installed without compiled kernels, so this will be slow (docs/instal
 
 
 def missing() -> bool:
-    """Return whether no kernels were built, unless VERBATIM_KERNELS requests none."""
-    return instruction_set() is None and not wanted()
+    """Return whether there are no kernels although `VERBATIM_KERNELS` is not set."""
+    return instruction_set() is None and not requested()
 
 
-class _Used(threading.local):
+class _Override(threading.local):
     """The argument of `using` in this thread."""
 
     name: str | None = None
 
 
-_used = _Used()
+_override = _Override()
 
 
 @contextmanager
 def using(name: str) -> Iterator[None]:
-    """Compute as with `VERBATIM_KERNELS=name` in this thread within the block; "none": also on a GPU.
+    """Behave as with `VERBATIM_KERNELS=name` in this thread within the block; "none" applies to GPUs, too.
 
-    Fused layers of a model that is open already keep the kernels that it was opened with.
+    Fused layers of an open model keep the kernels with which it was opened.
 
     Raises:
-        NotSupported: the kernels were not built for this processor, or are unknown.
+        NotSupported: the name is unknown, or its kernels were not built or need another processor.
     """
-    _chosen(name, available())
-    before, _used.name = _used.name, name
+    _select(name, available())
+    previous, _override.name = _override.name, name
     try:
         yield
     finally:
-        _used.name = before
+        _override.name = previous
 
 
 def library() -> ctypes.CDLL | None:
-    """The library for this processor, or None where none was built."""
-    return _library(_used.name or wanted(), available())
+    """Return the library for this processor, or None if none was built."""
+    return _library(_override.name or requested(), available())
 
 
-@functools.cache  # one lookup, as each call of a kernel asks
+@functools.cache  # called by every kernel call
 def _library(name: str | None, names: tuple[str, ...]) -> ctypes.CDLL | None:
-    chosen = _chosen(name, names)
-    return load(chosen) if chosen else None
+    selected = _select(name, names)
+    return load(selected) if selected else None

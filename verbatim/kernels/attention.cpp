@@ -1,11 +1,10 @@
 // Attention over KV blocks.
 //
-// The promise: a row's bits depend on its query, on the keys and values it sees and on the options,
-// never on the rows beside it. So every row goes through the same arithmetic (attention_tile.h):
-// keys in tiles at absolute positions, one online softmax for each segment of them, values added in
-// the order of their positions, and segments merged in their order. What may change freely is how
-// rows share the work: the query heads of one KV head, and neighbouring rows of a prompt, go through
-// a tile together, which is laid out once for all of them; and threads share the segments of a row.
+// Invariant: a row's bits depend on its query, on the keys and values it sees and on the options, never on
+// the rows beside it. So every row goes through the same arithmetic (attention_tile.h): keys in tiles at
+// absolute positions, one online softmax per segment, values added in position order, and segments merged in
+// order. Only the division of the work varies: the query heads of one KV head, and neighbouring rows of a
+// prompt, share a tile, which is laid out once for all of them; and threads share the segments of a row.
 #include "attention.h"
 #include "attention_worker.h"
 #include "threads.h"
@@ -20,7 +19,7 @@ namespace {
 using namespace vb;
 using namespace vb::attention;
 
-// The lines whose segments were shared out.
+// Merges the segments of each line, after several threads have computed them.
 void merge_parts(const Problem &p, Parts &parts, bool pairs, int threads) {
     const int vectors = sums_of(p, pairs);
     const int64_t first = p.query_starts[0], rows = p.query_starts[p.sequences] - first;
@@ -54,7 +53,7 @@ template <class Rows, class Step> void attend(const Problem &p, int threads) {
         parts.softmax.resize(all * parts.segments);
         parts.acc.resize(all * parts.segments * parts.stride);
     }
-    // Ranges of as many keys each: the last segment of a sequence may have few.
+    // Ranges with about equal numbers of keys: the last segment of a sequence may have few.
     std::vector<int64_t> keys = {0};
     for (const Work &w : work) {
         const Span span(p, w);
@@ -74,7 +73,7 @@ template <class Rows, class Step> void attend(const Problem &p, int threads) {
     if (shared) merge_parts(p, parts, Step::PAIRS, threads);
 }
 
-// Rows k and v to their slots in quantized stores.
+// Quantizes the rows k and v and writes them to their slots.
 template <int BITS, class T>
 void pack_kv(const T *k, const T *v, uint8_t *k_store, uint8_t *v_store, const int64_t *slots,
              int64_t tokens, int64_t kv_heads, int64_t block_size, int64_t key_size,
@@ -97,8 +96,8 @@ void pack_kv(const T *k, const T *v, uint8_t *k_store, uint8_t *v_store, const i
 
 extern "C" {
 
-// q and out have one dtype, the stores another or the same one. Strides count elements. kv_format: 0
-// for float32, 1 for bf16, 8 or 4 for rows of so many bits, as attention_groups.h describes them.
+// q and out have one dtype; the stores may have another. Strides count elements. kv_format: 0 for float32, 1
+// for bf16, 8 or 4 for quantized rows of so many bits (attention_groups.h).
 void vb_attention(const void *q, void *out, const void *k_store, const void *v_store,
                   const int32_t *query_starts, const int32_t *context_lens,
                   const int32_t *block_tables, int64_t sequences, int64_t max_blocks,
@@ -112,7 +111,7 @@ void vb_attention(const void *q, void *out, const void *k_store, const void *v_s
                        sinks, slopes};
     if (threads <= 0) threads = omp_get_max_threads();
     if (effort(p) < (1 << 19)) threads = 1;  // not worth waking the others
-    // Rows of few bits are read back in the queries' dtype.
+    // Quantized rows are dequantized to the queries' dtype.
     if (kv_format == 0) return attend<FloatRows, Singles>(p, threads);
     if (!q_is_bf16) {
         if (kv_format == 8) return attend<PackedRows<8, false>, Singles>(p, threads);
@@ -129,7 +128,7 @@ void vb_attention(const void *q, void *out, const void *k_store, const void *v_s
     attend<HalfRows, Step>(p, threads);
 }
 
-// Rows k [T, Hkv, Dk] and v [T, Hkv, Dv] to their slots in the stores, byte for byte. Sizes and
+// Copies the rows k [T, Hkv, Dk] and v [T, Hkv, Dv] to their slots in the stores, byte for byte. Sizes and
 // strides count bytes; a slot is block * block_size + offset.
 void vb_write_kv(const char *k, const char *v, char *k_store, char *v_store, const int64_t *slots,
                  int64_t tokens, int64_t kv_heads, int64_t block_size, int64_t k_bytes,
@@ -149,8 +148,8 @@ void vb_write_kv(const char *k, const char *v, char *k_store, char *v_store, con
     });
 }
 
-// Rows k [T, Hkv, Dk] and v [T, Hkv, Dv], float32 or bf16, to their slots in stores of 8 or 4 bits.
-// `strides` are of k's tokens, k's heads, v's tokens and v's heads, in elements.
+// Quantizes the rows k [T, Hkv, Dk] and v [T, Hkv, Dv], float32 or bf16, to their slots in stores of 8 or 4
+// bits. `strides` are those of k's tokens, k's heads, v's tokens and v's heads, in elements.
 void vb_pack_kv(const void *k, const void *v, uint8_t *k_store, uint8_t *v_store,
                 const int64_t *slots, int64_t tokens, int64_t kv_heads, int64_t block_size,
                 int64_t key_size, int64_t value_size, const int64_t *strides, int is_bf16, int bits,

@@ -1,5 +1,5 @@
-// What attention.cpp gives to other kernels: the same functions that Python calls, told once, so that the
-// compiler compares both sides.
+// The functions of attention.cpp for other kernels. Python calls them, too; they are declared here once, so
+// that the compiler checks callers and definitions.
 #pragma once
 
 #include <cstdint>

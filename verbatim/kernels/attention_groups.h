@@ -1,11 +1,11 @@
-// Quantized rows of keys and values: 8 in groups of 64 elements, or 4 in groups of 32.
+// Quantized rows of keys and values: 8 bits in groups of 64 elements, or 4 bits in groups of 32.
 //
-// A row is one token's vector of one KV head: its codes, then for each group (scale, low), two
-// bf16. An element is low + scale * code, with codes from 0 to 2^BITS - 1. A group never leaves its
-// row, so what is held for a token depends on nothing but that token. The product is exact in a
-// float (8 bits times 8), so an element has one rounding and the same bits on every instruction
-// set. At 4 bits byte i of a group holds element i (low half) and element i + ceil(group / 2); only
-// the last group may be short. `verbatim/kernels/packed_rows.py` says the same in torch, bit for bit.
+// A row is one token's vector of one KV head: its codes, then (scale, low) of each group, two bf16. An
+// element is low + scale * code, with codes from 0 to 2^BITS - 1. Groups don't span rows, so the bytes stored
+// for a token depend on that token only. The product is exact in a float (8 bits times 8), so an element is
+// rounded once and has the same bits on every instruction set. At 4 bits, byte i of a group holds element i
+// (low half) and element i + ceil(group / 2); only the last group may be short.
+// `verbatim/quantization/rows.py` is the bit-identical torch version.
 #pragma once
 
 #include "attention_rows.h"
@@ -22,7 +22,7 @@ template <int BITS> static inline int row_bytes(int width) {
     return code_bytes<BITS>(width) + (width + GROUP<BITS> - 1) / GROUP<BITS> * 4;
 }
 
-// Such rows as floats, or with HALF rounded to bf16.
+// Quantized rows, read as floats, or with HALF rounded to bf16.
 template <int BITS, bool HALF> struct PackedRows {
     static constexpr bool PAIRED = HALF;
     static int bytes(int width) { return row_bytes<BITS>(width); }
@@ -52,7 +52,7 @@ template <int BITS, bool HALF> struct PackedRows {
 
   private:
 #if defined(__AVX512BF16__)
-    // Group `i` at 4 bits: there are only 16 elements, so they are made once and looked up.
+    // Group `i` at 4 bits: its 16 possible values are computed once, and looked up by code.
     static INLINE u32x16 look_up(const uint8_t *row, int width, int i) {
         uint32_t word;
         std::memcpy(&word, row + code_bytes<4>(width) + i * 4, sizeof word);
@@ -70,7 +70,7 @@ template <int BITS, bool HALF> struct PackedRows {
     }
 #endif
 
-    // Of the 32 elements from `e` on, the first 16, the last 16 or both.
+    // Dequantizes the first 16, the last 16 or both of the 32 elements from `e` on.
     template <int FIRST, int COUNT, bool WHOLE>
     static INLINE void unpack(const uint8_t *row, int width, int e, f32x16 *out) {
         const uint8_t *codes = row + e * BITS / 8;
@@ -79,7 +79,7 @@ template <int BITS, bool HALF> struct PackedRows {
         const f32x16 head = splat_bits(word), low = (f32x16)((u32x16)head & 0xffff0000u);
         const f32x16 scale = (f32x16)((u32x16)head << 16);
         uint8_t last_codes[32];
-        if (!WHOLE && e + 32 > width) {  // the last group is short: as if it were whole
+        if (!WHOLE && e + 32 > width) {  // the last group is short: lay it out as a whole one
             const int n = width - e, half = (n + 1) / 2;
             uint8_t all[32] = {};
             for (int k = 0; k < n; k++)
@@ -105,13 +105,13 @@ template <int BITS, bool HALF> struct PackedRows {
         return splat(x);
     }
 
-    static INLINE f32x16 first_lanes(f32x16 x, int n) {  // the others zero
+    static INLINE f32x16 first_lanes(f32x16 x, int n) {  // zeroes the others
         const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         return lane < n ? x : splat(0.0f);
     }
 };
 
-// To a bf16 that is not nearer to zero, and to one that is not above.
+// Round to a bf16, away from zero, or down.
 static inline bf16 round_away(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -124,8 +124,8 @@ static inline bf16 round_down(float x) {
     return bits >> 31 ? round_away(x) : (bf16)(bits >> 16);
 }
 
-// Scale and low are rounded outwards, so that low <= x <= low + scale * (2^BITS - 1) and no element
-// is more than half a step off. A group that holds a NaN or an infinity is NaN throughout.
+// Quantizes a row. Scale and low are rounded outwards, so that low <= x <= low + scale * (2^BITS - 1), and no
+// element is more than half a step off. A group with a NaN or an infinity becomes NaN throughout.
 template <int BITS, class T> static inline void pack_row(const T *x, int width, uint8_t *row) {
     constexpr float LEVELS = (1 << BITS) - 1;
     const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even

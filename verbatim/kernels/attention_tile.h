@@ -1,9 +1,8 @@
 // The arithmetic of one tile of keys: scores, softmax weights, weighted values.
 //
-// A "line" is one query head of one query row. Nothing here lets one line see another: going
-// through a tile together only shares loads. Scores and values are both products of a line with the
-// tile (attention_rows.h): a score is eight chains of `mac` along the key, which a tree adds, and an
-// element of the values one chain in the order of the keys.
+// A "line" is one query head of one query row. No line affects another: sharing a tile only shares loads.
+// Scores and outputs are both products of a line and the tile (attention_rows.h): a score is eight chains of
+// `mac` along the key, added by a tree, and an element of the output is one chain in the order of the keys.
 #pragma once
 
 #include "attention_rows.h"
@@ -13,12 +12,12 @@
 
 namespace vb::attention {
 
-constexpr int SEGMENT = 1024;  // keys of one online softmax; those of a line are merged in order
+constexpr int SEGMENT = 1024;  // keys of one online softmax; a line's segments are merged in order
 
-constexpr int FEW = 8;  // lines for which a tile is not laid out
+constexpr int FEW = 8;  // a tile is not laid out for so few lines
 
 #if defined(__AVX512F__)
-constexpr int LINES = 6, VECTORS = 4;  // that are computed together: what fits into the registers
+constexpr int LINES = 6, VECTORS = 4;  // computed together; limited by registers
 #elif defined(__AVX2__)
 constexpr int LINES = 2, VECTORS = 2;
 #else
@@ -57,10 +56,9 @@ static INLINE void multiply(const float *a, int a_stride, const float *b, int b_
 
 // ---- Scores ----
 
-// A dot product is eight chains: of every quarter of a vector one takes the even lanes and one the
-// odd ones. They are added by a tree: even and odd, then neighbouring quarters, then the halves. Two
-// keys share a vector (`join`), and several sums are added together, so that the lanes that are set
-// free by one hold those of another.
+// A dot product is eight chains: for each quarter of a vector, one of the even lanes and one of the odd
+// lanes. A tree adds them: even and odd, then neighbouring quarters, then halves. Two keys share a vector
+// (`join`), and several sums are added together, so that lanes freed by one sum hold those of another.
 #if defined(__AVX512F__)
 constexpr int SUMS = 16, MOST_QUERIES = 4;
 
@@ -74,7 +72,7 @@ template <int N> static INLINE void add_quarters(const f32x16 *from, f32x16 *to)
         to[i] = EVEN4(from[2 * i], from[2 * i + 1]) + ODD4(from[2 * i], from[2 * i + 1]);
 }
 
-// The two dot products of each sum, in their order.
+// Writes the two dot products of each sum, in order.
 static INLINE void add_chains(const f32x16 *sum, float *dots) {
     f32x16 quarters[8], halves[4], all[2];
     for (int i = 0; i < 8; i++)
@@ -97,7 +95,7 @@ static INLINE void add_chains(const f32x16 *sum, float *dots) {
 }
 #endif
 
-template <int L> constexpr int PAIRS_OF_KEYS = SUMS / L;  // that L queries meet at once
+template <int L> constexpr int PAIRS_OF_KEYS = SUMS / L;  // multiplied with L queries at once
 
 template <int L> static INLINE void put_dots(const f32x16 *sum, float *scores) {
     constexpr int KEYS = 2 * PAIRS_OF_KEYS<L>;
@@ -106,7 +104,7 @@ template <int L> static INLINE void put_dots(const f32x16 *sum, float *scores) {
     for (int l = 0; l < L; l++) std::memcpy(scores + l * TILE, dots + l * KEYS, KEYS * sizeof(float));
 }
 
-// The dot products of L queries with the laid out keys of [from, to).
+// Computes the dot products of L queries and the laid out keys [from, to).
 template <class Step, int L>
 static inline void score_lines(const float *queries, int stride, const float *keys, int from, int to,
                                float *scores) {
@@ -127,8 +125,8 @@ static inline void score_lines(const float *queries, int stride, const float *ke
     }
 }
 
-// The same for a few lines straight from the rows: writing a tile down would cost more than it
-// saves, for it drives out of the nearest cache what is fetched there.
+// The same for a few lines, directly from the rows: laying out a tile would cost more than it saves, as it
+// evicts prefetched data from the L1 cache.
 template <class Rows, class Step, int L, bool EXACT>
 static INLINE void score_rows(const char *const *rows, int width, int from, int to,
                               const float *queries, int stride, float *scores) {
@@ -157,25 +155,25 @@ static INLINE void score_rows(const char *const *rows, int width, int from, int 
 template <class Rows, class Step, int L>
 static inline void score_few(const char *const *rows, int width, int from, int to,
                              const float *queries, int stride, float *scores) {
-    if (width % (Rows::PAIRED ? 32 : 16) == 0)  // apart: else the sums are kept in memory
+    if (width % (Rows::PAIRED ? 32 : 16) == 0)  // a separate instance, else gcc keeps the sums in memory
         score_rows<Rows, Step, L, true>(rows, width, from, to, queries, stride, scores);
     else score_rows<Rows, Step, L, false>(rows, width, from, to, queries, stride, scores);
 }
 
 // ---- Softmax ----
 
-// An online softmax over some keys: what was weighed so far, relative to the largest score.
+// The state of an online softmax, relative to the largest score so far.
 struct Softmax {
-    f32x16 total;   // of the weights, by lane
-    float largest;  // score
+    f32x16 total;   // sum of the weights, by lane
+    float largest;  // largest score
 };
 
 struct Line {
     int64_t row;        // of the flat batch
-    int head;           // of the query
+    int head;           // query head
     int64_t from, to;   // the keys it sees, [from, to)
     float slope;        // ALiBi
-    Softmax part, all;  // of the segment at hand, and of those before it
+    Softmax part, all;  // of the current segment, and of those before it
 };
 
 // The largest lane, in four steps where `max_lane` takes fifteen.
@@ -187,9 +185,9 @@ static INLINE float highest(f32x16 v) {
     return v[0];
 }
 
-// Turns a tile's dot products into weights and returns the factor for what the segment had before.
-// With PAIRS the weights are rounded to bf16, two keys to a lane; their total is that of the
-// rounded ones, so that the result is a true mean of the values.
+// Turns a tile's dot products into weights, and returns the factor for the segment's earlier sums. With PAIRS
+// the weights are rounded to bf16, two keys to a lane; their total is that of the rounded weights, so that
+// the result is a true mean of the values.
 template <class Step>
 static INLINE float weigh(Line &line, int64_t first_key, float scale, float cap, float *scores) {
     const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -237,7 +235,7 @@ static INLINE float weigh(Line &line, int64_t first_key, float scale, float cap,
     return factor;
 }
 
-// One softmax over the keys of `all`, then those of `part`, with `vectors` sums of values each.
+// Merges the softmax state of later keys, `part`, into `all`; each has `vectors` sums of values.
 static inline void merge(Softmax &all, float *all_acc, const Softmax &part, const float *part_acc,
                          int vectors) {
     const float largest = all.largest > part.largest ? all.largest : part.largest;
@@ -263,8 +261,8 @@ static INLINE void add_values(const float *weights, const float *values, int str
         for (int n = 0; n < N; n++) store(acc + l * stride + n * 16, sum[l][n]);
 }
 
-// The same for one line and one step, of which `seen` masks the halves that the line sees: what it
-// does not see may be anything, and 0 * NaN is NaN.
+// The same for one line and one step. `seen` masks the halves that the line sees: unseen values may be
+// anything, and 0 * NaN is NaN.
 template <class Step>
 static inline void add_step(const float *weights, const float *values, int stride, int vectors,
                             int step, uint32_t seen, float *acc) {
@@ -275,7 +273,7 @@ static inline void add_step(const float *weights, const float *values, int strid
     }
 }
 
-// Both for keys [from, to) of a tile straight from the rows, for L lines that see the same ones and
+// Both for keys [from, to) of a tile directly from the rows, for L lines that see the same keys and for
 // vectors [i, i + N) of the rows.
 template <class Rows, class Step, bool WHOLE, int L, int N>
 static INLINE void add_rows(const float *weights, const char *const *rows, int width, int i,

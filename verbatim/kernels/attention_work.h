@@ -1,4 +1,4 @@
-// What one call of attention is asked to do, and how it is divided among threads.
+// The arguments of one attention call, and their division among threads.
 #pragma once
 
 #include <algorithm>
@@ -26,13 +26,13 @@ struct Problem {
     const float *sinks, *slopes;      // [H] or NULL
 };
 
-// Some query heads of one KV head, for neighbouring rows of one sequence; all of the keys that they
-// see, or where `segment` is not negative those of one segment.
+// A piece of work: some query heads of one KV head, for adjacent rows of one sequence; all keys that they
+// see, or only those of segment `segment` if it is not negative.
 struct Work {
     int64_t sequence, row, rows, kv_head, head, heads, segment;
 };
 
-// Multiplications of one call, at most: what decides whether waking the other threads pays.
+// Upper bound of the multiplications of a call, to decide whether waking the other threads pays.
 static inline int64_t effort(const Problem &p) {
     int64_t keys = 0;
     for (int64_t s = 0; s < p.sequences; s++)
@@ -44,8 +44,8 @@ static inline int64_t longest(const Problem &p) {
     return p.sequences ? *std::max_element(p.context_lens, p.context_lens + p.sequences) : 0;
 }
 
-// Few lines to a piece of work where there is little to do, and a piece for each segment of
-// `segment` keys where there are few pieces, so that no thread stands idle. The choice moves no bits.
+// Divides a call into pieces: with few lines each if there is little work, and one per segment of `segment`
+// keys if there are few pieces, so that no thread is idle. The division does not affect bits.
 static inline std::vector<Work> divide(const Problem &p, int64_t segment, int threads) {
     const int64_t group = p.heads / p.kv_heads;
     const int64_t all_rows = p.query_starts[p.sequences] - p.query_starts[0];
@@ -56,7 +56,7 @@ static inline std::vector<Work> divide(const Problem &p, int64_t segment, int th
     std::vector<Work> work;
     for (int64_t s = 0; s < p.sequences; s++) {
         const int64_t start = p.query_starts[s];
-        for (int64_t end = p.query_starts[s + 1]; end > start; end -= rows)  // the longest first
+        for (int64_t end = p.query_starts[s + 1]; end > start; end -= rows)  // longest first
             for (int64_t kv = 0; kv < p.kv_heads; kv++)
                 for (int64_t h = 0; h < group; h += heads) {
                     const int64_t first = std::max(start, end - rows);
@@ -64,7 +64,7 @@ static inline std::vector<Work> divide(const Problem &p, int64_t segment, int th
                                     std::min(heads, group - h), -1});
                 }
     }
-    // Pieces to a thread. A last segment of few keys is not worth a piece of its own.
+    // Pieces per thread. A short last segment is not worth a piece of its own.
     const int64_t enough = 2 * longest(p) <= 3 * segment ? 4 : 8;
     if (threads == 1 || (int64_t)work.size() >= enough * threads || longest(p) <= segment)
         return work;
@@ -75,7 +75,7 @@ static inline std::vector<Work> divide(const Problem &p, int64_t segment, int th
     return pieces;
 }
 
-// Memory handed out in pieces of whole cache lines, zeroed.
+// A buffer, handed out in zeroed pieces of whole cache lines.
 class Pieces {
     vb::Scratch<char> memory;
     char *next = memory.data;

@@ -1,4 +1,4 @@
-// One thread's work on attention: the tiles of a piece, and what is fetched while they are computed.
+// One thread's work on attention: the tiles of a piece, and their prefetching.
 #pragma once
 
 #include "attention_groups.h"
@@ -15,7 +15,7 @@ template <int N> struct Count {
     static constexpr int value = N;
 };
 
-// f(first, Count<N>) for pieces of at most MOST that make up [from, to).
+// Calls f(first, Count<N>) for runs of at most MOST that make up [from, to).
 template <int MOST, class Function> INLINE void in_pieces(int from, int to, const Function &f) {
     while (from < to) {
         const int n = to - from;
@@ -41,11 +41,11 @@ template <int MOST, class Function> INLINE void in_pieces(int from, int to, cons
     }
 }
 
-// What a segment came to, for lines that several threads share: [lines, segments] of a softmax and
-// its sums of values.
+// The results of segments, for lines shared by several threads: softmax states and sums of values, [lines,
+// segments] each.
 struct Parts {
     int64_t segments;
-    int stride;  // of the sums, in floats
+    int stride;  // of a line's sums, in floats
     std::vector<Softmax> softmax;
     std::vector<float> acc;
 
@@ -54,26 +54,26 @@ struct Parts {
     }
 };
 
-// Which keys a line sees, and the state before the first of them.
+// Initializes a line: the keys that it sees, and the state before the first of them.
 static inline void begin(Line &line, const Problem &p, int64_t sequence, int64_t row, int64_t head) {
     line.row = row, line.head = (int)head;
     line.to = p.context_lens[sequence] - p.query_starts[sequence + 1] + row + 1;
     line.from = p.window > 0 ? std::max<int64_t>(0, line.to - p.window) : 0;
     if (p.chunk > 0) line.from = std::max(line.from, (line.to - 1) / p.chunk * p.chunk);
     line.slope = p.slopes ? p.slopes[head] : 0;
-    // A sink is a logit that is there before the first key, and has no value.
+    // A sink is a logit before the first key, without a value.
     line.all.largest = p.sinks ? p.sinks[head] : -INFINITY;
     line.all.total = splat(0.0f);
     if (line.all.largest > -INFINITY) line.all.total[0] = 1;
 }
 
-// Vectors of a line's sums of values. With pairs two of them belong together.
+// The number of vectors of a line's sums of values; even with `pairs`.
 static inline int sums_of(const Problem &p, bool pairs) {
     const int vectors = (int)(p.value_size + 15) / 16;
     return pairs ? (vectors + 1) / 2 * 2 : vectors;
 }
 
-// The keys [from, to) that the lines of a piece of work see.
+// The keys [from, to) seen by any line of a piece of work.
 struct Span {
     int64_t from, to;
 
@@ -92,10 +92,10 @@ static inline bool sees(const Line &line, int64_t segment) {
     return line.from < (segment + 1) * SEGMENT && line.to > segment * SEGMENT;
 }
 
-// With pairs the sums lie as `expand` interleaves: by quarters.
+// Writes the output of a line. With `pairs`, sums are interleaved by quarters, as by `expand`.
 static inline void finish(const Line &line, const float *acc, const Problem &p, bool pairs) {
     const float total = sum(line.all.total);
-    const float factor = total == 0 ? 0 : 1 / total;  // 0: a row that sees nothing
+    const float factor = total == 0 ? 0 : 1 / total;  // 0: the row sees no keys
     const int64_t at = (line.row * p.heads + line.head) * p.value_size;
     for (int e = 0; e < p.value_size; e += 16) {
         f32x16 x = load(acc + e);
@@ -115,27 +115,26 @@ static inline void finish(const Line &line, const float *acc, const Problem &p, 
     }
 }
 
-// Rows: how keys and values are stored. Step: how they are multiplied.
+// Rows: the format of keys and values. Step: their multiplication.
 template <class Rows, class Step> class Attention {
     static constexpr bool PAIRS = Step::PAIRS;
-    static constexpr int KEYS = PAIRS ? 2 : 1;  // to a step of values
-    static constexpr int CHUNK = 2 * SUMS;  // keys: a multiple of all that queries meet at once
+    static constexpr int KEYS = PAIRS ? 2 : 1;  // keys in a step of values
+    static constexpr int CHUNK = 2 * SUMS;  // keys: a multiple of those multiplied with queries at once
 
     const Problem &p;
     Parts *parts;
-    const int k_bytes, v_bytes;  // of rows
+    const int k_bytes, v_bytes;  // of a row
     const int q_stride, vectors, v_stride;
     Pieces memory;
     Line *lines;
     float *queries, *scores, *acc, *all_acc, *keys, *values, *factors;
     char *nothing;  // a row of zeros
 
-    // Where a tile's rows lie, in the order that they are used in, so that the one to fetch is AHEAD rows
-    // further on. (Where a window begins within the tile, some are skipped, and with them what they would
-    // have fetched.)
+    // The addresses of a tile's rows in the order of their use: the row to prefetch is AHEAD entries further
+    // on. (If a window begins within the tile, the rows before it are not used, and don't prefetch any.)
     struct Tile {
         const char *rows[2 * TILE + AHEAD];  // keys, values, the next tile's first rows
-        int first, last;                     // of its keys, those that are there: [first, last)
+        int first, last;                     // of the keys that exist: [first, last)
         int begin, end;                      // the same in whole chunks
 
         const char **values() { return rows + end; }
@@ -161,8 +160,8 @@ template <class Rows, class Step> class Attention {
         nothing = memory.take<char>(std::max(k_bytes, v_bytes));
     }
 
-    // `after`: the piece that comes next, if any, whose first keys are fetched during this one.
-    // `fetched`: were this one's, in such a way?
+    // `after`: the next piece of work, or null; its first keys are prefetched during this one. `fetched`:
+    // this piece's first keys have been prefetched.
     void run(const Work &work, const Work *after, bool fetched) {
         const int n = (int)(work.rows * work.heads);
         const Span span(p, work);
@@ -193,7 +192,7 @@ template <class Rows, class Step> class Attention {
     }
 
   private:
-    // A query in the order of two joined keys, as if it were both of them.
+    // Reads a query in the layout of two joined keys, both of them the query.
     void read_query(int i) {
         const int64_t at = lines[i].row * p.q_token_stride + lines[i].head * p.q_head_stride;
         const int width = (int)p.key_size;
@@ -226,8 +225,8 @@ template <class Rows, class Step> class Attention {
         if (!fetched)
             for (int r = 0; r < AHEAD; r++) fetch_row(now->rows[r], k_bytes);
         for (; key < to; key += TILE, std::swap(now, next)) {
-            // Both ends of what a line sees grow with its row, so the lines that see this tile
-            // stand together.
+            // Both ends of the key range of a line grow with its row, so the lines that see this tile are
+            // adjacent.
             int a = 0, b = n;
             while (lines[a].to <= key) a++;
             while (lines[b - 1].from >= key + TILE) b--;
@@ -272,7 +271,7 @@ template <class Rows, class Step> class Attention {
         }
     }
 
-    // The values of a tile for L lines that see the same keys.
+    // Adds the values of a tile for L lines that see the same keys.
     template <int L> void add_few(int i, int64_t key, const char *const *rows) {
         const int from = (int)std::max<int64_t>(lines[i].from - key, 0);
         const int to = (int)std::min<int64_t>(lines[i].to - key, TILE);
@@ -281,12 +280,12 @@ template <class Rows, class Step> class Attention {
             add_rows<Rows, Step, is_whole.value, L, count.value>(
                 scores + i * TILE, rows, width, u, from, to, acc + i * v_stride, v_stride, factors + i);
         };
-        constexpr int MOST = VECTORS * 2 / std::max(2, L);  // what fits into the registers
+        constexpr int MOST = VECTORS * 2 / std::max(2, L);  // limited by registers
         in_pieces<MOST>(0, whole, [&](int u, auto count) { add(u, Whole(), count); });
         if (width % (Rows::PAIRED ? 32 : 16)) add(whole, Partial(), Count<1>());
     }
 
-    // The tile from key `start` on; its keys outside of [from, to) are zeros.
+    // Finds the rows of the tile from key `start` on; its keys outside of [from, to) are zeros.
     void locate(const Work &work, int64_t start, int64_t from, int64_t to, Tile &tile) {
         const int32_t *table = p.block_tables + work.sequence * p.max_blocks;
         const int64_t first = std::max(start, from), last = std::min(start + TILE, to);
@@ -308,7 +307,7 @@ template <class Rows, class Step> class Attention {
         }
     }
 
-    // The keys that all L lines see together, and those before and after line by line.
+    // Adds the values of L lines: keys that all of them see together, those before and after line by line.
     template <int L> INLINE void add_lines(int i, int64_t key) {
         const auto from = [&](int j) { return (int)std::max<int64_t>(lines[j].from - key, 0); };
         const auto to = [&](int j) { return (int)std::min<int64_t>(lines[j].to - key, TILE); };
@@ -329,7 +328,7 @@ template <class Rows, class Step> class Attention {
         }
     }
 
-    // Keys [from, to) of the tile, step by step.
+    // Adds the values of keys [from, to) of the tile to one line, step by step.
     void add_steps(int i, int from, int to) {
         float *sums = acc + i * v_stride;
         if (factors[i] != 1)

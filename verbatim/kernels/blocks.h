@@ -1,8 +1,8 @@
-// Blocks of 256 numbers: those of GGUF's types Q2_K to Q6_K, as they lie in a file, and NVFP4.
+// Blocks of 256 numbers: GGUF's types Q2_K to Q6_K in the layout of a file, and NVFP4.
 //
-// A block has groups of 16 or 32, each with a scale of 4 to 8 bits and some with a minimum, one or two half
-// floats that all of these are multiplied with, and codes of 2 to 6 bits, in planes of lower and upper bits.
-// NVFP4: groups of 16 with a scale in FP8, a float that these are multiplied with, and codes of FP4.
+// A block has groups of 16 or 32, each with a scale of 4 to 8 bits and in some types a minimum; one or two
+// half floats that scale all of these; and codes of 2 to 6 bits, in planes of lower and upper bits. NVFP4 has
+// groups of 16 with an FP8 scale, a float that scales these, and FP4 codes.
 #pragma once
 
 #include "simd.h"
@@ -16,7 +16,7 @@ using namespace vb;
 typedef uint8_t u8x32 __attribute__((vector_size(32)));
 typedef uint32_t u32x4 __attribute__((vector_size(16)));
 
-// 256 times the `Encoding` of weight_packing.py.
+// 256 times the `Encoding` of packing.py.
 enum Block : int {
     Q4_K = 256 * 8, Q5_K = 256 * 10, Q6_K = 256 * 11, Q3_K = 256 * 12, Q2_K = 256 * 13, NVFP4 = 256 * 14
 };
@@ -32,7 +32,7 @@ struct Plane {
     constexpr int shift(int step) const { return step / (span / 32) % (8 / bits) * bits; }
 };
 
-// `scale` and `low`: where the half floats, or the float, lie. With a `middle`, numbers are codes less that.
+// `scale` and `low`: offsets of the half floats, or of the float. `middle` is subtracted from the codes.
 struct BlockLayout {
     int bytes, group, scales, scale, low, middle;
     Plane lower, upper;
@@ -56,7 +56,7 @@ template <typename T> static INLINE inline T bytes_at(const uint8_t *p) {
     return value;
 }
 
-// FP8 (E4M3) over 2^8.
+// The value of an FP8 (E4M3) code, divided by 2^8.
 static inline float from_fp8(uint8_t code) {
     const float size = float_of((uint32_t)(code & 0x7f) << 20) * 0x1p112f;
     return code & 0x80 ? -size : size;
@@ -85,7 +85,7 @@ static INLINE inline f32x16 from_fp8(u8x16 codes) {
 }
 #endif
 
-// The bits that a plane has of the codes of a step of 32, from bit `left` on.
+// The bits that a plane has of a step of 32 codes, shifted to begin at bit `left`.
 static INLINE inline u8x32 plane_codes(const uint8_t *block, const Plane &plane, int step, int left) {
     const auto words = bytes_at<u16x16>(block + plane.byte(step));
     const int right = plane.shift(step) - left;
@@ -101,7 +101,7 @@ template <int CODE> static INLINE inline u8x32 block_codes(const uint8_t *block,
     return codes;
 }
 
-// The scales of a block's groups, of which there are 16 or 8, and their lows, if there are any.
+// The scales of a block's 16 or 8 groups, and their minimums, if any.
 template <int CODE> struct BlockHeads {
     static constexpr BlockLayout L = block_layout(CODE);
     static constexpr int COUNT = 1, GROUPS = BLOCK / L.group;  // COUNT: of blocks
@@ -110,11 +110,11 @@ template <int CODE> struct BlockHeads {
     INLINE inline void read(const uint8_t *block) {
         u8x16 at{};
         std::memcpy(&at, block + L.scales, CODE == Q3_K ? 12 : 16);
-        if (L.group == 32) {  // eight of either
+        if (L.group == 32) {  // eight of each
             const u32x4 lower = words<0, 0, 1, 1>(at) >> u32x4{0, 2, 0, 2} & u32x4{SIX, UPPER, SIX, UPPER};
             const u32x4 upper = words<2, 2, 2, 2>(at) >> u32x4{0, 0, 0, 4} & u32x4{0, FOUR, 0, FOUR};
             store(values, halves_at(block) * to_floats((u8x16)(lower | upper)));
-        } else if (CODE == NVFP4) {  // FP8 numbers are read as half floats, which are 2^8 smaller
+        } else if (CODE == NVFP4) {  // `from_fp8` divides by 2^8
             store(values, splat(bytes_at<float>(block + L.scale)) * (from_fp8(at) * 256.0f));
         } else if (CODE == Q2_K) {
             store(values, splat(half_at(block + L.scale)) * to_floats(at & 15));
@@ -129,22 +129,22 @@ template <int CODE> struct BlockHeads {
             }
             store(values, splat(half_at(block + L.scale)) * factors);
         }
-        // Numbers that are read from memory to all lanes cost less than those moved there from other lanes.
+        // Broadcasting numbers from memory costs less than from other lanes.
         asm("" : "+m"(values));
     }
     INLINE inline float scale(int group) const { return values[group]; }
-    // -0 leaves the sign of what it is added to.
+    // Adding -0 preserves the sign of a zero.
     INLINE inline float low(int group) const {
         return CODE == NVFP4 ? -0.0f : L.middle ? 0.0f : values[GROUPS + group];
     }
 
   private:
-    static constexpr uint32_t FOUR = 0x0f0f0f0f, SIX = 0x3f3f3f3f, UPPER = 0x30303030;  // bits of bytes
+    static constexpr uint32_t FOUR = 0x0f0f0f0f, SIX = 0x3f3f3f3f, UPPER = 0x30303030;  // masks of bytes
     template <int A, int B, int C, int D> static INLINE inline u32x4 words(u8x16 bytes) {
         return __builtin_shufflevector((u32x4)bytes, (u32x4)bytes, A, B, C, D);
     }
     static INLINE inline float half_at(const uint8_t *p) { return from_half(bytes_at<uint16_t>(p)); }
-    // Eight times the first half float of a block, and eight times the second with the other sign.
+    // Eight copies of a block's first half float, and eight of the second with the opposite sign.
     static INLINE inline f32x16 halves_at(const uint8_t *block) {
 #if defined(__AVX512VL__)
         const __m128 two = _mm_cvtph_ps(_mm_cvtsi32_si128(bytes_at<int>(block)));

@@ -1,6 +1,6 @@
-// A few rows times w[K, N] where it lies: the sixteen sums along K of tile.h, one after another, with
-// sixteen columns in the lanes. A strip is read in parts of K, whose rows are long enough for the memory;
-// the sums are kept meanwhile, in the second cache.
+// Products of a few rows and w[K, N], which is read in place: the sixteen sums along K of tile.h one after
+// another, with sixteen columns in the lanes. A strip is read in parts of K, with rows long enough for
+// efficient memory access; the sums are kept in the L2 cache in between.
 #pragma once
 
 #include "scratch.h"
@@ -8,9 +8,9 @@
 
 namespace {
 
-constexpr int64_t PART_DEPTH = 128;  // whole steps
+constexpr int64_t PART_DEPTH = 128;  // a multiple of the step
 
-// A tile of R rows is so many times sixteen columns wide.
+// Width of a tile of R rows, in vectors of sixteen columns.
 #if defined(__AVX512F__)
 constexpr int vectors(int rows) { return rows <= 6 ? 4 : 2; }
 #else
@@ -27,10 +27,10 @@ static INLINE inline Lanes spread(float x) { return splat(x); }
 static INLINE inline Lanes add(Lanes a, Lanes b) { return a + b; }
 #endif
 
-// What one of the sixteen sums takes of a step: elements of a row, and rows of weights.
+// Elements of a step that belong to one of the sixteen sums.
 template <typename T> constexpr int EACH = STEP<T> / 16;
 
-// Adds the products of row k of w, `n` columns of it, of which FULL says that they are all; `there` 0: of zeros.
+// Adds the products of row k of w: `n` columns, FULL if that is the tile's width; zeros if `there` is 0.
 template <int R, int V, bool FULL, typename T>
 static INLINE inline void add_products(Lanes (&acc)[R][V], const Input<T> *x, int64_t x_row,
                                        const T *w, int64_t, int n, int there) {
@@ -47,8 +47,8 @@ static INLINE inline void add_products(Lanes (&acc)[R][V], const Input<T> *x, in
 static INLINE inline void in_order(Lanes *, int, const float *) {}
 
 #if defined(__AVX512BF16__)
-// Two rows of w, interleaved, as the dot product of pairs wants them. That leaves columns 0-3, 8-11, .. in
-// one accumulator and 4-7, 12-15, .. in the next.
+// Two rows of w, interleaved for the dot product of pairs. This leaves columns 0-3, 8-11, .. in one
+// accumulator and 4-7, 12-15, .. in the next.
 template <int R, int V, bool FULL>
 static INLINE inline void add_products(Lanes (&acc)[R][V], const bf16 *x, int64_t x_row, const bf16 *w,
                                        int64_t stride, int n, int there) {
@@ -82,8 +82,8 @@ static INLINE inline void in_order(Lanes *v, int count, const bf16 *) {
 static INLINE inline void in_order(Lanes *, int, const bf16 *) {}
 #endif
 
-// Columns `col` to `col + n`, over part of K: from `begin` to `end`; `w` are their weights at `begin`. Each of
-// the sixteen sums is `fetch`ed for.
+// Computes columns `col` to `col + n` over the part `begin` to `end` of K; `w` are their weights at `begin`.
+// Calls `fetch` for each of the sixteen sums.
 template <int R, bool FULL, typename T, typename Fetch>
 static NOINLINE void column_tile(const Place<T> &p, const T *w, int64_t stride, int64_t col, int n,
                                  int64_t begin, int64_t end, Lanes *kept, Fetch fetch) {
@@ -101,7 +101,7 @@ static NOINLINE void column_tile(const Place<T> &p, const T *w, int64_t stride, 
         });
         for (int64_t i = 0; i < steps; i++, x += x_step, at += S * stride)
             add_products<R, V, FULL>(acc, x, p.x_row, at, stride, n, EACH<T>);
-        if (rest)  // zeros fill the step up
+        if (rest)  // pads the step with zeros
             add_products<R, V, FULL>(acc, x, p.x_row, at, stride, n,
                                      std::max(0, std::min(EACH<T>, rest - EACH<T> * lane)));
         each<R>([&](auto r) INLINE { each<V>([&](auto v) INLINE { sums[lane][r][v] = acc[r][v]; }); });
@@ -126,12 +126,12 @@ static NOINLINE void column_tile(const Place<T> &p, const T *w, int64_t stride, 
     }
 }
 
-// The tiles share the work of fetching the part that comes next: in the end, of the strip at `after`, if any.
+// The tiles share the prefetching of the next part, or at the end, of the strip at `after`, if any.
 template <int R, typename T>
 static void column_strip(const Place<T> &p, const T *w, int64_t stride, int64_t width, const char *after) {
     constexpr int COLS = 16 * vectors(R), SUMS = 16 * R * vectors(R);
     const int64_t tiles = (width + COLS - 1) / COLS, bytes = width * (int64_t)sizeof(T);
-    const int64_t rows = (PART_DEPTH + 16 * tiles - 1) / (16 * tiles);  // to fetch for each sum
+    const int64_t rows = (PART_DEPTH + 16 * tiles - 1) / (16 * tiles);  // to prefetch for each sum
     const Scratch<Lanes> kept(tiles * SUMS);
     for (int64_t begin = 0; begin == 0 || begin < p.depth; begin += PART_DEPTH) {
         const int64_t end = std::min(begin + PART_DEPTH, p.depth);

@@ -1,4 +1,4 @@
-// Norms and activations by themselves, for layers that run module by module.
+// Norms and activations as separate calls, for layers that run module by module.
 
 #include "elementwise.h"
 
@@ -6,7 +6,7 @@ using namespace vb;
 
 namespace {
 
-constexpr int64_t PIECE = 1 << 12;  // elements of a piece of something flat
+constexpr int64_t PIECE = 1 << 12;  // elements of a flat tensor per task
 
 template <typename T>
 void activate(T *out, const T *gate, const T *up, int64_t count, int activation, int threads) {
@@ -18,7 +18,7 @@ void activate(T *out, const T *gate, const T *up, int64_t count, int activation,
 
 }  // namespace
 
-// out[rows, width] = the norm of x[rows, width], which is not NONE.
+// Computes out[rows, width], the norm of x[rows, width]; the kind of norm is not NONE.
 #define EXPORT_NORM(name, T)                                                                       \
     extern "C" void name(T *out, const T *x, const Norm *norm, int64_t rows, int threads) {        \
         const int64_t width = norm->width;                                                         \
@@ -29,7 +29,7 @@ EXPORT_NORM(vb_norm_f32, float)
 EXPORT_NORM(vb_norm_bf16, bf16)
 extern "C" int64_t vb_norm_size() { return sizeof(Norm); }
 
-// out[count] = the activation of gate[count], times up[count] unless that is null.
+// out[count] = act(gate[count]) * up[count], or act(gate[count]) if `up` is null.
 #define EXPORT_ACTIVATE(name, T)                                                                   \
     extern "C" void name(T *out, const T *gate, const T *up, int64_t count, int activation,        \
                          int threads) {                                                            \

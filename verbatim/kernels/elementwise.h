@@ -1,9 +1,9 @@
-// What stands between a layer's matrix products, one row at a time.
+// Elementwise operations between a layer's matrix products, one row at a time.
 //
-// T is what values are held in, float or bf16. Arithmetic is in float, and rounded to T wherever
-// transformers' own layers round, so that a fused layer has the bits of one that runs module by module.
-// A row's bits depend on that row alone: sums run in sixteen lanes, k ascending, and the tail is
-// filled up with zeros. In place of its input an output may be given.
+// T is the type of stored values, float or bf16. Arithmetic is in float, and rounded to T wherever
+// transformers' own layers round, so that a fused layer is bit-identical to its separate modules. A row's
+// bits depend on that row alone: sums run in sixteen lanes, k ascending, and the tail is padded with zeros.
+// An output may overwrite its input.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@
 
 namespace vb {
 
-// How a norm rounds x * inv * weight.
+// Kinds of norms, by their rounding of x * inv * weight.
 enum NormKind : int32_t {
     NONE = 0,      // no norm at all
     BARE = 1,      // no weight: round(x * inv)
@@ -22,7 +22,7 @@ enum NormKind : int32_t {
     WIDE = 3,      // Olmo 2, GPT-OSS: round(weight * (x * inv))
     ONE_PLUS = 4,  // Gemma: round((x * inv) * (1 + weight))
     // LayerNorms, of x minus its mean:
-    CENTERED = 5,           // round(weight * (x * inv) + bias), where it has them
+    CENTERED = 5,           // round(weight * (x * inv) + bias), each optional
     CENTERED_ONE_PLUS = 6,  // Nemotron: round((x * inv) * round(1 + weight) + bias)
 };
 
@@ -31,7 +31,7 @@ struct Norm {
     int64_t width;
     float eps;
     int32_t kind;
-    const void *bias;  // likewise
+    const void *bias;  // [width] in T, or null
 };
 
 enum Activation : int32_t {
@@ -47,12 +47,12 @@ enum Activation : int32_t {
 
 enum Rotation : int32_t {
     UNTURNED = 0,
-    HALVES = 1,      // dimension i with i + half
-    NEIGHBOURS = 2,  // dimension 2i with 2i + 1, by angle i
-    ONCE = 3,        // as HALVES, with one angle for both halves and not two
-    SPREAD = 4,      // dimension 2i with 2i + 1, which become i and i + half
+    HALVES = 1,      // rotates dimensions i and i + half
+    NEIGHBOURS = 2,  // rotates dimensions 2i and 2i + 1, by angle i
+    ONCE = 3,        // as HALVES, with one angle per pair instead of two
+    SPREAD = 4,      // rotates dimensions 2i and 2i + 1, which become i and i + half
     PAIRED = 5,      // as NEIGHBOURS, by angles 2i and 2i + 1, rounded once
-    NEIGHBOURS_ONCE = 6,  // as NEIGHBOURS, with as many angles as pairs
+    NEIGHBOURS_ONCE = 6,  // as NEIGHBOURS, with one angle per pair
     BACKWARDS = 7,        // as HALVES, by negative angles
 };
 constexpr int64_t MOST_SPREAD = 512;  // dimensions
@@ -69,11 +69,11 @@ template <typename T> static inline void keep_first(T *p, f32x16 v, int n) {
     std::memcpy(p, lanes, n * sizeof(T));
 }
 
-// The nearest values that T can hold.
+// Rounds to the nearest values of T.
 template <typename T> static inline f32x16 rounded(f32x16 v) { return v; }
 template <> inline f32x16 rounded<bf16>(f32x16 v) { return widen(narrow(v)); }
 
-// out[k] = f(load, k) for all k of a row; `load(p)` gives sixteen values from p[k] on.
+// Writes a row: out[k..k+15] = f(at) for k = 0, 16, .., where at(p) loads sixteen values from p[k] on.
 template <typename T, typename F> static inline void each_lane(T *out, int64_t width, F f) {
     int64_t k = 0;
     for (; k + 16 <= width; k += 16)
@@ -82,7 +82,7 @@ template <typename T, typename F> static inline void each_lane(T *out, int64_t w
         keep_first(out + k, f([k, rest](const auto *p) { return load_first(p + k, rest); }), rest);
 }
 
-// What f(total, x) makes of a row, lane by lane, added up.
+// Accumulates total = f(total, x) over a row, lane by lane, and returns the sum of the lanes.
 template <typename T, typename F> static inline float sum_of(const T *x, int64_t width, F f) {
     f32x16 total = {};
     int64_t k = 0;
@@ -122,7 +122,7 @@ template <typename T> static inline void norm_row(T *out, const T *x, const Norm
     }
 }
 
-// x / (1 + exp(-x)), by an exponential that never overflows.
+// x / (1 + exp(-x)), with an exponential that never overflows.
 static inline f32x16 silu(f32x16 x) {
     f32x16 e = exp_nonpositive(x > 0.0f ? -x : x);
     return (x > 0.0f ? x : x * e) / (1.0f + e);
@@ -140,8 +140,8 @@ static inline f32x16 exponential(f32x16 x) {
     return x > 0.0f ? 1.0f / e : e;
 }
 
-// log(1 + exp(x)) = max(x, 0) + log(1 + e) with e = exp(-|x|). With s = e / (2 + e), at most 1/3,
-// log(1 + e) = 2 (s + s^3 / 3 + s^5 / 5 + ...), short by less than 3e-9 after s^15.
+// log(1 + exp(x)) = max(x, 0) + log(1 + e) with e = exp(-|x|). With s = e / (2 + e), at most 1/3, log(1 + e)
+// = 2 (s + s^3 / 3 + s^5 / 5 + ...); the terms after s^15 are less than 3e-9.
 static inline f32x16 softplus(f32x16 x) {
     const f32x16 e = exp_nonpositive(x > 0.0f ? -x : x), s = e / (2.0f + e), square = s * s;
     f32x16 series = splat(1.0f / 15);
@@ -155,7 +155,7 @@ static inline f32x16 gelu_tanh(f32x16 x) {
 }
 
 // x times the Gaussian distribution function, by 7.1.26 of Abramowitz and Stegun: the function of -|x| is
-// polynomial(t) * exp(-x^2 / 2) / 2 with t = 1 / (1 + 0.3275911 |x| / sqrt(2)), off by less than 8e-8.
+// polynomial(t) * exp(-x^2 / 2) / 2 with t = 1 / (1 + 0.3275911 |x| / sqrt(2)), with an error below 8e-8.
 static inline f32x16 gelu(f32x16 x) {
     const f32x16 size = x > 0.0f ? x : -x, t = 1.0f / (1.0f + 0.2316418952842616f * size);
     f32x16 polynomial = splat(1.061405429f);
@@ -167,7 +167,7 @@ static inline f32x16 gelu(f32x16 x) {
 
 static inline f32x16 relu(f32x16 x) { return x <= 0.0f ? splat(0.0f) : x; }
 
-// The activation of `gate`, and times `up` unless that is null.
+// out = act(gate), times `up` unless that is null.
 template <typename T>
 static inline void activate_row(T *out, const T *gate, const T *up, int64_t width, int activation) {
     auto row = [=](auto function) {
@@ -195,14 +195,14 @@ static inline void add_row(T *out, const T *residual, const T *x, int64_t width,
     each_lane(out, width, [=](auto at) { return at(residual) + rounded<T>(at(x) * scale); });
 }
 
-// x * cos + turned * sin. Angles in bf16 round after each operation, angles in float at the end,
-// as torch does.
+// x * cos + turned * sin. As in torch, each operation is rounded with bf16 angles, and only the result with
+// float angles.
 template <typename A>
 static inline f32x16 turn(f32x16 x, f32x16 cos, f32x16 turned, f32x16 sin) {
     return rounded<A>(x * cos) + rounded<A>(turned * sin);
 }
 
-// Turn the first dimensions of one head in place, by `angles` of them.
+// Rotates the first dimensions of one head in place; `angles` is their number.
 template <typename T, typename A>
 static inline void rotate_head(T *x, const A *cos, const A *sin, int64_t angles, int rotation) {
     const bool once = rotation == ONCE || rotation == NEIGHBOURS_ONCE;
@@ -213,7 +213,7 @@ static inline void rotate_head(T *x, const A *cos, const A *sin, int64_t angles,
         for (int64_t i = 0; i < half; i++) x[i] = pairs[2 * i], x[i + half] = pairs[2 * i + 1];
     }
     const bool back = rotation == BACKWARDS;
-    const int64_t second = rotation == HALVES || back ? half : 0;  // where the other half's angles are
+    const int64_t second = rotation == HALVES || back ? half : 0;  // offset of the second half's angles
     auto pairs = [&](auto get, auto set, int64_t p, int64_t q, int64_t i) {
         const f32x16 a = get(x + p), b = get(x + q);
         set(x + p, turn<A>(a, get(cos + i), back ? b : -b, get(sin + i)));
@@ -240,8 +240,8 @@ static inline void rotate_head(T *x, const A *cos, const A *sin, int64_t angles,
     for (; i < half; i++) pairs(get_one, set_one, i, i + half, i);
 }
 
-// f(row) for all rows. Few elements stay on this thread: waking the others takes longer, unless they
-// are awake.
+// Calls f(row) for all rows. Few elements are computed by this thread alone: waking the others would take
+// longer, unless a team is running.
 template <typename F>
 static inline void each_row(int64_t rows, int64_t width, int threads, F f) {
     if (rows * width < (Team::mine ? 1 << 13 : 1 << 15)) threads = 1;

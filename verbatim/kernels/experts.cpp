@@ -1,6 +1,6 @@
-// Mixtures of experts (experts.h): a few products for all experts of a layer at once.
+// Mixtures of experts (experts.h): a few matrix products cover all experts of a layer.
 //
-// Rows are sorted by expert, so that a chosen expert's weights are read once, and threads share experts and
+// Rows are sorted by expert, so that the weights of an expert are read once, and threads share experts and
 // columns. A row's bits depend neither on its place among an expert's rows nor on the other experts.
 
 #include "experts.h"
@@ -12,9 +12,9 @@ using namespace vb;
 
 namespace {
 
-// ---- the choice ----
+// ---- routing ----
 
-// f(out, lanes, count) for sixteen values of x at a time; missing lanes are -infinity.
+// out = f(x), for sixteen values at a time; missing lanes are -infinity.
 template <typename F> static inline void by_sixteen(float *out, const float *x, int64_t n, F f) {
     for (int64_t k = 0; k < n; k += 16) {
         const int count = (int)std::min<int64_t>(16, n - k);
@@ -42,7 +42,7 @@ static void to_scores(float *out, const float *logits, int64_t n, int32_t score)
     else if (out != logits) std::memcpy(out, logits, n * sizeof(float));
 }
 
-// The places of the k largest of n values, largest first, ties to the lowest place.
+// Writes the indices of the k largest of n values to `best`, largest first, ties by lowest index.
 static void take_largest(const float *values, int64_t n, int k, int32_t *best) {
     std::vector<bool> taken(n);
     for (int j = 0; j < k; j++) {
@@ -53,7 +53,7 @@ static void take_largest(const float *values, int64_t n, int k, int32_t *best) {
     }
 }
 
-// Experts of all but the best groups can't be chosen.
+// Sets the scores of experts outside of the best groups to -infinity.
 static void keep_best_groups(const Router &r, float *choice, int64_t n) {
     const int64_t size = n / r.groups;
     std::vector<float> scores(r.groups);
@@ -99,7 +99,7 @@ static void choose_row(const Router &r, float *logits, float *scores, float *cho
     if (r.normalized) {
         float total = weights[0];
         for (int j = 1; j < k; j++) total += weights[j];
-        total += 1e-20f;  // as DeepSeek does it; it changes no sum of any size
+        total += 1e-20f;  // as in DeepSeek's code; too small to change a sum of usual size
         for (int j = 0; j < k; j++) weights[j] /= total;
     }
     for (int j = 0; j < k; j++) {
@@ -311,7 +311,7 @@ void vb::run_mixture(const Mixture &m, const T *x, int64_t rows, Chosen chosen, 
 INSTANCES(float)
 INSTANCES(bf16)
 
-// The same for others than C++. `threads` 0 takes OpenMP's number.
+// C interface of the functions above. `threads` 0 takes OpenMP's number.
 #define EXPORTS(suffix, T)                                                                         \
     extern "C" void vb_choose_##suffix(const Router *router, float *logits, int64_t rows,          \
                                        int16_t *record, const int16_t *forced, int64_t stride,     \
@@ -334,6 +334,6 @@ INSTANCES(bf16)
 EXPORTS(f32, float)
 EXPORTS(bf16, bf16)
 
-// Bytes of a Router, and of Experts, for the one who declares them elsewhere.
+// Sizes of the structs, to check declarations in other languages.
 extern "C" int64_t vb_router_size() { return sizeof(Router); }
 extern "C" int64_t vb_experts_size() { return sizeof(Experts); }

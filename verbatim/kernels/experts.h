@@ -1,4 +1,4 @@
-// Mixtures of experts: which experts a row goes to, and what they and the shared one make of it.
+// Mixtures of experts: the routing of rows, and the outputs of routed and shared experts.
 #pragma once
 
 #include "elementwise.h"
@@ -7,31 +7,31 @@
 
 namespace vb {
 
-// How logits become scores.
+// Functions that turn logits into scores.
 enum Score : int32_t { AS_IS = 0, SOFTMAX = 1, SIGMOID = 2 };
 
 struct Router {
     Matrix weight;           // [experts, hidden]
-    const void *correction;  // [experts], added to the scores for the choice alone; or null
-    int32_t correction_f32;  // it is in float, and not in the activations' type
-    int32_t wide;            // the product is made in float, from a weight of either type
-    int32_t score;           // of all experts
-    int32_t chosen_score;    // of the chosen ones, from their logits; AS_IS: their `score`
+    const void *correction;  // [experts], added to the scores for the choice only; or null
+    int32_t correction_f32;  // it is in float instead of the activations' type
+    int32_t wide;            // the product is computed in float, from a weight of either type
+    int32_t score;           // over all experts
+    int32_t chosen_score;    // over the logits of the chosen experts; AS_IS: take their `score`
     int32_t normalized;      // the weights of a row are divided by their sum
     int32_t rounded;         // the weights are rounded to the activations' type
-    int32_t groups, top_groups;  // of experts, of which a row takes some; 0 groups: all experts
-    int32_t best_two;            // a group's score: the sum of its two best scores, and not the best
+    int32_t groups, top_groups;  // groups of experts, and how many a row may use; 0 groups: no limit
+    int32_t best_two;            // a group's score is the sum of its two best scores instead of its best
     int32_t top_k;
-    float scale, softcap;  // of the weights; of the logits, 0: none
+    float scale, softcap;  // factor of the weights; softcap of the logits, 0: none
 };
 
-// The experts that a row chose: [rows, top_k].
+// The experts chosen by each row, and their weights: [rows, top_k].
 struct Chosen {
     int32_t *experts;
     float *weights;
 };
 
-// Where experts are recorded and forced: row r has top_k entries from r * stride on.
+// Recorded and forced experts: row r has top_k entries from r * stride on.
 struct Record {
     int16_t *chosen;        // or null
     const int16_t *forced;  // -1 leaves the choice to the router; or null
@@ -41,10 +41,10 @@ struct Record {
     }
 };
 
-// One matrix for each expert.
+// One matrix per expert.
 struct Stack {
     Matrix first;
-    int64_t data_step, bias_step;  // bytes from one to the next
+    int64_t data_step, bias_step;  // bytes from one matrix to the next
     Matrix operator[](int64_t i) const {
         Matrix m = first;
         m.data = (const char *)m.data + i * data_step;
@@ -53,21 +53,21 @@ struct Stack {
     }
 };
 
-// How the input products become what `down` is given.
+// Functions that turn the input products into the input of `down`.
 enum Glu : int32_t {
     UNGATED = 0,        // act(up)
     SPLIT = 1,          // act(gate) * up, gates first
     SPLIT_WIDE = 2,     // the same, rounded once
-    CLAMPED_PAIRS = 3,  // (up + 1) * gate * sigmoid(alpha * gate), clamped, gate and up by turns
+    CLAMPED_PAIRS = 3,  // (up + 1) * gate * sigmoid(alpha * gate), clamped; gate and up alternate
     CLAMPED_HALVES = 4,  // the same, gates first
     CLAMPED_SPLIT = 5,   // silu(gate) * up, clamped, gates first
 };
 
 struct Experts {
-    Stack inputs[2];  // gate and up; or one for both; or up alone
+    Stack inputs[2];  // gate and up; one for both; or up alone
     Stack down;
-    Norm norm;      // of what an expert makes, or NONE
-    int64_t count;  // an expert beyond them hands its row back
+    Norm norm;      // of an expert's output, or NONE
+    int64_t count;  // expert numbers from `count` on return their row unchanged
     int64_t hidden, inner;
     int32_t num_inputs, glu, activation;
     float alpha, limit;
@@ -76,20 +76,20 @@ struct Experts {
 struct Mixture {
     Router router;
     Experts experts;
-    Matrix shared_gates[2], shared_down;  // of an expert that every row goes to
-    Matrix shared_gate;                   // [1, hidden], whose sigmoid scales it; or without data
-    int32_t num_shared;                   // of shared_gates; 0: there is none
-    float scale;                          // of what the others make together
+    Matrix shared_gates[2], shared_down;  // of the shared expert, used by every row
+    Matrix shared_gate;                   // [1, hidden]: a sigmoid gate for its output; or no data
+    int32_t num_shared;                   // number of shared_gates; 0: no shared expert
+    float scale;                          // factor of the routed experts' sum
 };
 
 // T is float or bf16. Rows are contiguous; `threads` 0 takes OpenMP's number.
 
-// The experts of each row of logits [rows, experts], which are overwritten.
+// Chooses the experts of each row of logits [rows, experts], which are overwritten.
 template <typename T>
 void choose(const Router &router, float *logits, int64_t rows, const Record &record, Chosen chosen,
             int threads);
 
-// `choose` by the router's own logits of x[rows, hidden].
+// Chooses experts by the router's logits of x[rows, hidden].
 template <typename T>
 void route(const Router &router, const T *x, int64_t rows, const Record &record, Chosen chosen,
            int threads);
@@ -98,19 +98,19 @@ void route(const Router &router, const T *x, int64_t rows, const Record &record,
 template <typename T>
 void run_sorted(const Experts &experts, const T *x, const int64_t *starts, T *out, int threads);
 
-// out[rows, hidden]: the sum of what its experts make of a row, in the order of its choice, in float.
+// out[rows, hidden]: the weighted sum of a row's experts' outputs, in the order of its choice, in float.
 template <typename T>
 void run_experts(const Experts &experts, const T *x, int64_t rows, Chosen chosen, int64_t top_k,
                  T *out, int threads);
 
-// Adapters of a layer's rows, whose matrices begin at `first`; none without arguments.
+// The adapters of the rows, with a layer's matrices from `first` on; by default none.
 struct Adapted {
     const AdaptedRows *groups = nullptr;
     int64_t num_groups = 0, first = 0;
     Adapted at(int64_t place) const { return {groups, num_groups, first + place}; }
 };
 
-// `multiply`, and what the rows' adapters add to it.
+// `multiply`, plus the rows' adapters.
 template <typename T>
 void multiply_adapted(const T *x, int64_t rows, int64_t x_stride, const Matrix *matrices, int count,
                       const Adapted &adapted, T *out, int64_t out_stride, int threads) {
@@ -120,13 +120,13 @@ void multiply_adapted(const T *x, int64_t rows, int64_t x_stride, const Matrix *
                      out, out_stride, threads);
 }
 
-// out[rows, down.cols] of an MLP: down of act(gate) * up; `gates` is both, or one for both, or without up.
-// Adapters have matrices for two gates and for down.
+// The output out[rows, down.cols] of an MLP: down(act(gate) * up). `gates` is gate and up, one matrix for
+// both, or gate without up. Adapters have matrices for two gates and for down.
 template <typename T>
 void run_mlp(const Matrix *gates, int num_gates, const Matrix &down, int32_t activation, const T *x,
              int64_t rows, const Adapted &adapted, T *out, int threads);
 
-// out[rows, hidden]: the experts' sum, and the shared expert.
+// out[rows, hidden]: the sum of the routed experts plus the shared expert.
 template <typename T>
 void run_mixture(const Mixture &mixture, const T *x, int64_t rows, Chosen chosen, T *out,
                  int threads);

@@ -1,4 +1,4 @@
-"""The functions and structs of the compiled kernels, as `extern "C"` in their sources declares them."""
+"""Calls of the compiled kernels: argument types, struct checks, and recording."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from verbatim import kernels
 
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
-# A letter for each argument: an address (P), an integer of 64 (L) or 32 bits (I), one without a sign (Q, U),
-# a float (F). The number of threads, which follows in most of them, is left out.
+# Argument types of the `extern "C"` functions, by the letters of `_TYPES`. The number of threads, the last
+# argument of most functions, is omitted.
 _ARGUMENTS = {
     "vb_activate": "PPPLI",
     "vb_add_low_rank": "PLPLLLPL",
@@ -26,6 +27,7 @@ _ARGUMENTS = {
     "vb_choose": "PPLPPLPP",
     "vb_collapse_streams": "PPPPPPPLLLLFFF",
     "vb_enter": "PPPLP",
+    "vb_exchange": "PLLLUPPLLPLL",
     "vb_expand_streams": "PPPPPLLL",
     "vb_experts": "PPLPPLP",
     "vb_experts_sorted": "PPPP",
@@ -49,9 +51,9 @@ _ARGUMENTS = {
     "vb_weighted_mean": "PPPPPPPPPPLLLI",
     "vb_write_kv": "PPPPPLLLLLLLLL",
 }
-# Those to which the number of torch's threads is not passed on.
-_WITHOUT_THREADS = frozenset({"vb_gumbel", "vb_sample_rows", "vb_support"})
-_RESULTS = {"vb_pack_rows": ctypes.c_int, "vb_support": ctypes.c_int64}
+# Functions without torch's number of threads as their last argument.
+_WITHOUT_THREADS = frozenset({"vb_exchange", "vb_gumbel", "vb_sample_rows", "vb_support"})
+_RESULTS = {"vb_exchange": ctypes.c_int, "vb_pack_rows": ctypes.c_int, "vb_support": ctypes.c_int64}
 _TYPES = {
     "P": ctypes.c_void_p,
     "L": ctypes.c_int64,
@@ -62,38 +64,72 @@ _TYPES = {
 }
 
 _Struct = TypeVar("_Struct", bound=type[ctypes.Structure])
-_structs: dict[str, type[ctypes.Structure]] = {}
+_structs: dict[str, type[ctypes.Structure]] = {}  # by the name of the class
+_sizes: dict[str, int] = {}  # by the name in `vb_{name}_size()`
 
 
 class _Recording(threading.local):
-    calls: list[Any] | None = None  # of `recorded`
+    calls: list[Any] | None = None  # the argument of `record_calls`
 
 
 _recording = _Recording()
 
 
 @contextmanager
-def recorded(calls: list[Any]) -> Iterator[None]:
-    """Append the calls of kernels in this thread within the block: the function, its arguments and {}."""
-    _recording.calls = calls
+def record_calls(calls: list[Any] | None) -> Iterator[None]:
+    """Append this thread's kernel calls in the block to `calls` (unless None), as (function, args, {})."""
+    previous, _recording.calls = _recording.calls, calls
     try:
         yield
     finally:
-        _recording.calls = None
+        _recording.calls = previous
 
 
-def struct_of(name: str) -> Callable[[_Struct], _Struct]:
-    """Return a decorator of a struct that is held to the size which `vb_{name}_size` returns."""
+def recorded_whole(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap `function` so that a recorded step repeats it as a whole, not its kernel calls.
 
-    def register(cls: _Struct) -> _Struct:
-        _structs[name] = cls
+    It may read tensor contents, but the shape of its result must depend only on the shapes of its arguments.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Tensor:
+        calls = _recording.calls
+        if calls is None:
+            return function(*args)
+        with record_calls(None), _disable_current_modes(), torch._C.DisableTorchFunction():
+            out = function(*args)
+        calls.append((lambda: out.copy_(function(*args)), (), {}))
+        return out
+
+    return call
+
+
+def struct_layout(layout: str, size: str = "") -> Callable[[_Struct], _Struct]:
+    """Return a decorator that gives a struct of the kernels its fields.
+
+    Args:
+        layout: the fields in order: lines of a type and names. The type is a letter of `_TYPES`, or another
+            struct; "name[n]" is an array.
+        size: name of the struct in `vb_{size}_size()`, against which its size is checked; "": unchecked.
+    """
+
+    def declare(cls: _Struct) -> _Struct:
+        fields = []
+        for kind, *names in map(str.split, layout.strip().splitlines()):
+            item: Any = _TYPES.get(kind) or _structs[kind]
+            for name, _, count in (text.rstrip("]").partition("[") for text in names):
+                fields.append((name, item * int(count) if count else item))
+        cls._fields_ = fields
+        _structs[cls.__name__] = cls
+        if size:
+            _sizes[size] = ctypes.sizeof(cls)
         return cls
 
-    return register
+    return declare
 
 
 def addresses(*tensors: Tensor | None) -> list[int | None]:
-    """Return where tensors lie in memory; None for None."""
+    """Return the data pointers of tensors; None for None."""
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
@@ -103,29 +139,25 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def kernel(name: str, dtype: torch.dtype | None = None) -> Callable[..., Any] | None:
-    """Return a function of the kernels, for a dtype if it has several; None where torch is to compute."""
+    """Return a compiled function, or its variant for `dtype`; None if there are no kernels for it."""
     library = kernels.library()
     if library is None or not (dtype is None or dtype in SUFFIX):
         return None
-    return _bound(library, name, dtype)
+    return _bind(library, name, dtype)
 
 
 def run(name: str, dtype: torch.dtype | None, *arguments: Any) -> Any:
-    """Call a function of the kernels, which must be there, for a dtype if it has several.
-
-    Args:
-        arguments: without the number of threads.
-    """
-    return _bound(kernels.library(), name, dtype)(*arguments)
+    """Call an existing compiled function, or its variant for `dtype`; the thread count is added."""
+    return _bind(kernels.library(), name, dtype)(*arguments)
 
 
 @functools.cache
-def _bound(library: ctypes.CDLL | None, name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
+def _bind(library: ctypes.CDLL | None, name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
     assert library is not None
-    for known, struct in _structs.items():
-        size: Any = getattr(library, f"vb_{known}_size")
-        size.restype = ctypes.c_int64
-        assert size() == ctypes.sizeof(struct)
+    for known, size in _sizes.items():
+        size_of: Any = getattr(library, f"vb_{known}_size")
+        size_of.restype = ctypes.c_int64
+        assert size_of() == size, known
     function: Any = getattr(library, name if dtype is None else f"{name}_{SUFFIX[dtype]}")
     function.argtypes = [*map(_TYPES.__getitem__, _ARGUMENTS[name])]
     function.restype = _RESULTS.get(name)

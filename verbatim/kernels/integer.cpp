@@ -1,7 +1,7 @@
-// Products of whole numbers (integer.h): which piece is computed when, and by whom.
+// Integer products (integer.h): the division of the work into pieces.
 //
-// A piece is a block of columns against some rows. It is cut along K where the weights would not stay in
-// the first cache for all of its rows; that, and how rows are put into tiles, decides nothing but time.
+// A piece is a block of columns times some rows. It is cut along K if the weights would not stay in the L1
+// cache for all of its rows. This, and the grouping of rows into tiles, affects only the time.
 
 #include "elementwise.h"
 #include "integer.h"
@@ -10,9 +10,9 @@
 
 namespace {
 
-constexpr int64_t MOST_ROWS = 128, PART = 36 << 10;  // of a piece; bytes of weights
+constexpr int64_t MOST_ROWS = 128, PART = 36 << 10;  // rows of a piece; bytes of weights in a part of it
 
-// f(R) for a tile of so many rows.
+// Calls f(R) with the number of rows of a tile, as a constant.
 template <typename F> static inline void of_rows(int64_t rows, F f) {
     switch (rows) {
 #define ROWS_ARE(R)                                                                                \
@@ -40,7 +40,7 @@ template <typename T, typename O> struct IntegerWork {
         return (layout.groups + (layout.groups - 1) * layout.words + layout.rest) * WORD_BYTES;
     }
 
-    // Block n of all matrices from `m` on, against rows `begin` to `end`.
+    // Multiplies block n, counted through all matrices from `m` on, with rows `begin` to `end`.
     void run(const Matrix *m, int64_t n, int64_t begin, int64_t end) const {
         int64_t out_col = 0;
         for (int64_t count; n >= (count = (m->cols + BLOCK_COLS - 1) / BLOCK_COLS); m++)
@@ -105,7 +105,7 @@ void vb::multiply_integers(const T *x, int64_t x_stride, const RowGroup *groups,
     int64_t blocks = 0, rows = 0, pieces = 0;
     for (int i = 0; i < last - first; i++)
         blocks += (matrices[i].cols + BLOCK_COLS - 1) / BLOCK_COLS;
-    std::vector<int64_t> ends;  // of the pieces of a group
+    std::vector<int64_t> ends;  // cumulative number of pieces, by group
     for (int64_t g = 0; g < num_groups; g++) {
         const int64_t height = groups[g].end - groups[g].begin;
         rows += height, pieces += blocks * ((height + MOST_ROWS - 1) / MOST_ROWS);
@@ -116,13 +116,13 @@ void vb::multiply_integers(const T *x, int64_t x_stride, const RowGroup *groups,
     threads = threads_for(rows * numbers, num_groups * numbers, threads);
     const int bits = matrices->format == INT8_A8 ? 8 : 4;
     const CodeLayout layout(matrices->depth, matrices->group, bits);
-    const int64_t all_rows = groups[num_groups - 1].end;  // those of the last group come last
+    const int64_t all_rows = groups[num_groups - 1].end;  // the last group has the last rows
     Scratch<int8_t> codes(all_rows * layout.stride);
     Scratch<GroupHead> heads(all_rows * layout.groups);
     const IntegerWork<T, O> work{layout, bits,
                                  {codes.data, heads.data, layout.stride, layout.groups},
                                  out, out_stride};
-    // Few codes are made sooner than all threads could meet.
+    // Quantizing a few rows takes less time than synchronizing the threads.
     const bool together = all_rows * layout.depth >= (1 << 17);
     parallel_for(all_rows, together ? threads : 1, [&](int64_t r) {
         row_codes(codes.data + r * layout.stride, heads.data + r * layout.groups,

@@ -1,4 +1,4 @@
-// Rows of activations as codes of eight bits, group by group.
+// Quantization of rows of activations to 8-bit codes, group by group.
 #pragma once
 
 #include <algorithm>
@@ -15,21 +15,21 @@ typedef int8_t i8x16 __attribute__((vector_size(16)));
 typedef int16_t i16x16 __attribute__((vector_size(32)));
 
 constexpr int32_t SMALLEST = (127 - 100) << 23, INFINITE = 0x7f800000;  // 2^-100, as bits
-constexpr float ROUNDER = 12582912.0f;  // added and taken away, it rounds to the nearest whole number
+constexpr float ROUNDER = 12582912.0f;  // adding and subtracting it rounds to the nearest integer
 
 struct GroupHead {
     float scale, sum;  // xs, and S
 };
 
-// How the codes of a row lie: as the words of a weight want them, the last group filled up with zeros.
+// Layout of the codes of a row: it matches the words of weights, with the last group padded with zeros.
 struct CodeLayout {
     int64_t depth, groups, stride;
-    int group, words, rest;  // words of a weight's group, and of its last one
+    int group, words, rest;  // words of a weight's group, and of its last group
     CodeLayout(int64_t depth, int group, int bits)
         : depth(depth), groups((depth + group - 1) / group), group(group),
           words(group * bits / 32) {
         rest = (int)(((depth - (groups - 1) * group) * bits + 31) / 32);
-        // rows that are a power of two apart would share few places of the cache
+        // rows a power of two apart would share few sets of the cache
         stride = (groups * group + 127) / 128 * 128 + 64;
     }
 };
@@ -66,8 +66,7 @@ static inline int32_t sum_of(i32x16 v) {
 }
 #endif
 
-// One group: `vectors` sixteens of numbers, of the last of which `last` exist. Whole sixteens of codes
-// are written.
+// Quantizes one group of `vectors` vectors of sixteen, the last with `last` elements. Writes whole vectors.
 template <typename T>
 static INLINE inline GroupHead group_codes(int8_t *codes, const T *x, int vectors, int last) {
     const auto each_vector = [&](auto f) INLINE {
@@ -76,7 +75,7 @@ static INLINE inline GroupHead group_codes(int8_t *codes, const T *x, int vector
                                   : load_first(x + 16 * (vectors - 1), last));
     };
     i32x16 most = {};
-    each_vector([&](int, f32x16 v) INLINE {  // as whole numbers, a NaN is the largest
+    each_vector([&](int, f32x16 v) INLINE {  // as integers, NaN is the largest
         const i32x16 bits = (i32x16)v & 0x7fffffff;
         most = bits > most ? bits : most;
     });

@@ -1,8 +1,8 @@
-// A tile of a product of whole numbers: a few rows by a block of 32 columns.
+// A tile of an integer product: a few rows times a block of 32 columns.
 //
-// A block lies group by group: the heads of its columns, a word of (scale, low) each, then its codes, a
-// word of each column at a time: four neighbours along K in 8 bits; in 4 bits eight, the later four in the
-// upper halves of the bytes.
+// A block is stored group by group: the heads of its columns, one word (scale, low) each, then its codes, one
+// word of each column at a time. A word has four neighbours along K at 8 bits, or eight at 4 bits, with the
+// last four in the upper halves of the bytes.
 #pragma once
 
 #include "step.h"
@@ -13,16 +13,16 @@
 namespace {
 
 constexpr int BLOCK_COLS = 32, BLOCK_VECTORS = BLOCK_COLS / 16;
-constexpr int WORD_BYTES = 4 * BLOCK_COLS;  // a word of each column
-constexpr int64_t AHEAD_BYTES = 4096;       // of what comes from memory
+constexpr int WORD_BYTES = 4 * BLOCK_COLS;  // one word per column
+constexpr int64_t AHEAD_BYTES = 4096;       // distance of prefetching from memory
 
 #if defined(__AVX512F__)
-constexpr int TILE_ROWS = 8;  // 16 sums of whole numbers, 2 weights and a row fit 32 registers
+constexpr int TILE_ROWS = 8;  // 16 integer sums, 2 weights and a row fit 32 registers
 #else
 constexpr int TILE_ROWS = 2;
 #endif
 
-// f(whether to use VNNI's instruction), as a constant. VERBATIM_NO_VNNI, for tests, does without.
+// Calls f with a constant: whether to use VNNI. VERBATIM_NO_VNNI disables it, for tests.
 template <typename F> static inline void with_vnni(F f) {
 #if defined(__AVX512VNNI__)
     f(std::true_type());
@@ -37,10 +37,11 @@ template <typename F> static inline void with_vnni(F f) {
 
 // ---- words of sixteen columns ----
 // dot4: acc + the products of four codes of each column with the same four of a row. FEW: the weights' codes
-// are below 16. VNNI: by its instruction. add_group: total + what a group contributes, by integer.h's formula.
+// are below 16. VNNI: uses its instruction. add_group: total + a group's contribution, by integer.h's
+// formula.
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-struct Words {  // as Lanes: two registers
+struct Words {  // like Lanes: two registers
     __m256i half[2];
 };
 static INLINE inline Words words_at(const char *p) {
@@ -57,7 +58,7 @@ static INLINE inline Words high_codes(const Words &w) {
         return _mm256_and_si256(_mm256_srli_epi32(w.half[i], 4), mask);
     });
 }
-// A pair of products must fit 16 bits, so eight bits go in two halves.
+// The sum of two products must fit 16 bits, so 8-bit codes are split into halves.
 template <bool FEW, bool> static INLINE inline Words dot4(const Words &acc, const Words &w, int32_t x) {
     const __m256i codes = _mm256_set1_epi32(x), one = _mm256_set1_epi16(1);
     const auto dots = [&](const Words &part, __m256i by, int i) INLINE {
@@ -90,7 +91,7 @@ static INLINE inline Lanes add_group(const Lanes &total, const Words &dots, cons
 #else
 typedef i32x16 Words;
 #if defined(__AVX512BW__)
-// Without it, a pair of products must fit 16 bits, so eight bits go in two halves.
+// Without VNNI, the sum of two products must fit 16 bits, so 8-bit codes are split into halves.
 template <bool FEW, bool VNNI> static INLINE inline i32x16 dot4(i32x16 acc, i32x16 w, int32_t x) {
     if constexpr (VNNI) {
         asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(_mm512_set1_epi32(x)));
@@ -131,8 +132,8 @@ static INLINE inline int32_t four_codes(const int8_t *p) {
 
 // ---- a tile ----
 
-// Groups `begin` to `end` of a block, whose first one lies at `w`, against R rows of `x`. `kept` has the
-// sums before, unless `begin` is 0, and gets those after. COLD: the weights come from memory.
+// Multiplies groups `begin` to `end` of a block, from `w` on, with R rows of `x`. `kept` holds the sums so
+// far, unless `begin` is 0, and gets the new ones. COLD: the weights come from memory.
 template <int R, int BITS, bool COLD, bool VNNI>
 static NOINLINE void integer_tile(const Codes &x, int64_t row, const CodeLayout &layout,
                                   const char *w, int64_t begin, int64_t end,

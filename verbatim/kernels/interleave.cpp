@@ -1,5 +1,5 @@
-// Quantized matrices, laid out for integer products (integer_tile.h): rows as
-// verbatim/model/quantize.py packs them become blocks of 32 columns. No number changes.
+// Conversion of quantized matrices to the layout of integer products (integer_tile.h): rows packed by
+// verbatim/quantization/matrix.py become blocks of 32 columns. No value changes.
 
 #include <omp.h>
 
@@ -17,7 +17,7 @@ static inline uint32_t word_at(const uint8_t *p) {
     return word;
 }
 
-// The words of one group of `size` codes, `COLS` apart.
+// Writes the words of a group of `size` codes, which may be short; the words are `COLS` apart.
 static void short_group_words(uint32_t *to, const uint8_t *codes, int size, int bits) {
     const int per_word = 32 / bits, half = (size + 1) / 2;
     for (int k = 0; k < size; k++) {
@@ -32,7 +32,7 @@ static inline void whole_group_words(uint32_t *to, const uint8_t *codes, int siz
         for (int i = 0; i < size / 4; i++) to[i * COLS] = word_at(codes + 4 * i);
         return;
     }
-    const int words = size / 16;  // of either half
+    const int words = size / 16;  // of each half
     for (int i = 0; i < words; i++) {
         const uint32_t a = word_at(codes + 8 * i), b = word_at(codes + 8 * i + 4);
         to[i * COLS] = (a & LOW) | (b & LOW) << 4;
@@ -42,7 +42,7 @@ static inline void whole_group_words(uint32_t *to, const uint8_t *codes, int siz
 
 }  // namespace
 
-// out: blocks of words, zeros where there are no columns and no codes. `threads` 0 takes OpenMP's number.
+// out: blocks of words, with zeros for missing columns and codes. `threads` 0 takes OpenMP's number.
 extern "C" void vb_interleave(uint32_t *out, const uint8_t *packed, int64_t rows, int64_t depth,
                               int bits, int group, int threads) {
     const RowLayout row(depth, bits, group);

@@ -1,8 +1,8 @@
-// A decoder layer in two calls, of what comes before its attention and what comes after; or in one,
-// where K and V lie in plain blocks; or all layers of a model with its head in one.
+// A decoder layer as two calls, for the parts before and after its attention; as one call, if K and V are
+// stored unquantized in the layer's dtype; or all layers of a model and its head as one call.
 //
-// The products, norms and activations are the ones that the same modules run with one by one, in
-// the same order and with the same roundings, so the bits are the same too.
+// The products, norms and activations are those that the separate modules run, in the same order and with the
+// same roundings, so the outputs are bit-identical.
 
 #include <numeric>
 #include <vector>
@@ -16,94 +16,95 @@ using namespace vb;
 
 namespace {
 
-// Where a row of products has values of the first key head, and how far behind them are the next one's.
+// Where a row of the input products has the values of the first key head, and the distance to the next one's.
 struct Slice {
     int64_t at, stride;
 };
 
 // The gated delta rule (Yang et al. 2024, arXiv:2412.06464), or Kimi delta attention (Kimi Team 2025,
-// arXiv:2510.26692), in place of attention. The layer's kv_heads are those of keys and queries, head_dim is
-// their width, and heads and value_dim are those of values. Its latent matrices, if any, are given the last
-// columns of the inputs' products; what they make lies in front of these.
+// arXiv:2510.26692), in place of attention. The layer's kv_heads and head_dim are those of keys and queries;
+// heads and value_dim are those of values. Latent matrices, if any, are multiplied with the last columns of
+// the input products; their outputs precede the products in a row.
 struct DeltaRule {
     Slice q, k, v, gate, beta, decay;
     const void *weight;           // of the convolution, [channels, taps]
     const void *a_log, *dt_bias;  // [heads], [heads, decays]
-    Norm norm;                    // of a head's output, before its gate
+    Norm norm;                    // of a head's output, applied before its gate
     int64_t taps;
-    int64_t decays;               // of a head: 1, or one for each row of its state
+    int64_t decays;               // per head: 1, or one for each row of its state
     float eps, q_scale, k_scale;  // of the norms of queries and keys
     float beta_scale;
-    float floor;                  // what the logarithms of decays are above, by a sigmoid; or 0
-    int32_t rounds_decays;        // their logarithms are rounded, and exp(a_log)
+    float floor;                  // if not 0, log-decays are floor * sigmoid(..)
+    int32_t rounds_decays;        // log-decays are rounded, and so is exp(a_log)
     int32_t weight_f32, a_log_f32, dt_bias_f32;
-    int32_t sigmoid;              // in place of SiLU, with a norm that is not rounded
+    int32_t sigmoid;              // the gate is a sigmoid instead of a SiLU, and the norm is not rounded
 };
 
-// Mamba-2 (Dao and Gu 2024, arXiv:2405.21060), in place of attention, of a product with a gate, x, B, C and dt.
-// The layer's kv_heads are the groups of B and C, head_dim is their width, and heads and value_dim are those of x.
+// Mamba-2 (Dao and Gu 2024, arXiv:2405.21060) in place of attention; input products: gate, x, B, C and dt.
+// The layer's kv_heads and head_dim are the groups of B and C and their width; heads and value_dim are those
+// of x.
 struct Mamba2 {
     const void *weight, *bias;        // of the convolution, [channels, taps], [channels] or null
     const void *a_log, *dt_bias, *d;  // [heads]
-    const void *norm_weight;          // of the norm behind the gate
-    int64_t norm_width;               // of those that it norms together
+    const void *norm_weight;          // of the norm after the gate
+    int64_t norm_width;               // elements that are normed together
     int64_t taps;
     float eps, dt_min, dt_max;
 };
 
-// A gated convolution in place of attention, of a product with B, C and x: C * convolution(B * x). The layer
-// has one head, whose value_dim is the number of channels.
+// A gated convolution in place of attention: C * convolution(B * x), of the input products B, C and x. The
+// layer has one head; its value_dim is the number of channels.
 struct ShortConv {
     const void *weight, *bias;  // [channels, taps], [channels] or null
     int64_t taps;
 };
 
-// Where an adapter has the matrices for those of a layer; verbatim/model/lora.py has the same.
+// Offsets of a layer's matrices in an adapter. Must match verbatim/model/lora.py.
 enum Place : int64_t { INPUTS = 0, OUTPUT = 6, GATES = 7, PLACES = 10 };
 
-// What the MLP is given, and in which order the residual is added up.
+// The MLP's input, and the order in which the residual is added.
 enum Residual : int32_t {
-    SEQUENTIAL = 0,  // x + attention, and then what the MLP makes of that
-    PARALLEL = 1,    // (x + attention) + MLP, both of x
-    JOINED = 2,      // (attention + MLP) + x, both of x
-    POST = 3,        // as SEQUENTIAL, with both norms behind the sums
+    SEQUENTIAL = 0,  // h + MLP(h) with h = x + attention
+    PARALLEL = 1,    // (x + attention) + MLP(x)
+    JOINED = 2,      // (attention + MLP(x)) + x
+    POST = 3,        // as SEQUENTIAL, with both norms after the sums
     ALONE = 4,       // x + attention, without an MLP
-    PART = 5,        // attention, or the MLP where there are no inputs, and no residual
+    PART = 5,        // attention, or without inputs the MLP, and no residual
 };
 
-// As verbatim/model/structs.py declares it.
+// Must match verbatim/model/structs.py.
 struct Layer {
-    Matrix inputs[6];  // of q, k and v; one of all three; or those of a delta rule
-    Matrix output;     // of attention
-    Matrix gates[2];   // gate and up; or one of both
+    Matrix inputs[6];  // q, k and v; one for all three; or those of a delta rule
+    Matrix output;     // the output projection
+    Matrix gates[2];   // gate and up; or one for both
     Matrix down;
     Norm before_attention, of_queries, of_keys, of_values, after_attention, before_mlp, after_mlp;
     int64_t hidden, heads, kv_heads, head_dim, value_dim;
     int32_t num_inputs, num_gates;
     int32_t activation, rotation;
-    float residual_scale;  // of what is added to the residual
+    float residual_scale;  // factor of what is added to the residual
     int32_t is_bf16;
     float scale, softcap;  // of attention
     int64_t window, chunk;
     const void *sinks;       // of attention, [heads], or null
-    const Mixture *mixture;  // in place of gates and down, or null; without either the MLP is elsewhere
+    const Mixture *mixture;  // in place of gates and down, or null; without either the MLP runs elsewhere
     const DeltaRule *delta;  // in place of attention, or null
     const Mamba2 *mamba2;    // likewise
     const ShortConv *conv;
     const float *alibi;      // slopes of attention, [heads], or null
-    Matrix latent[2];        // of queries, if any, and of keys and values; both norms are of what they are given.
-                             // Or those of a delta rule
-    Slice q, k, v, gate;     // where the products have them, q in `chunks` of equal size; 0 chunks: one
-    int64_t chunks;          // behind the other. These gates are of the same size as q.
-    float clip;              // what q, k and v lie between, if not 0
-    float q_scale;           // of q, before its norm
-    float latent_scale[2];   // of what latent matrices are given, behind its norm
-    int64_t gate_width;      // gates of what heads attend to, one for each head or element; or 0
+    Matrix latent[2];        // of queries, if any, and of keys and values; of_queries and of_keys norm their
+                             // inputs. Or those of a delta rule
+    Slice q, k, v, gate;     // slices of the input products, q in `chunks` of equal size; `chunks` 0: q, k
+    int64_t chunks;          // and v are adjacent. These gates have the size of q.
+    float clip;              // if not 0, q, k and v are clipped to [-clip, clip]
+    float q_scale;           // factor of q, before its norm
+    float latent_scale[2];   // factors of the latent matrices' inputs, after their norms
+    int64_t gate_width;      // gates of the attention output, one per head or per element; or 0
     int32_t sinks_f32, residual;
     int32_t turned_first;    // queries and keys are rotated before their norms
     int32_t index;           // among the layers that adapters have matrices for
-    int32_t angles;          // which of a model's it takes
-    const void *factor;      // of what it returns, or null
+    int32_t angles;          // index of the model's `Angles` that it uses
+    const void *factor;      // scalar factor of the layer's output, or null
 
     bool has_mlp() const { return num_gates || mixture || residual >= ALONE; }
     int64_t q_width() const { return heads * head_dim; }
@@ -111,21 +112,20 @@ struct Layer {
     int64_t qkv_width() const {
         return q_width() + k_width() + kv_heads * value_dim + gate_width;
     }
-    int64_t products() const {  // of a row with its inputs
+    int64_t products() const {  // width of a row of input products
         int64_t width = 0;
         for (int i = 0; i < num_inputs; i++) width += inputs[i].cols;
         return width;
     }
 };
 
-// The rows of one forward, and where their K, V and states go and are read, as verbatim/model/direct.py
-// declares it.
+// The rows of one forward, and the locations of their K, V and states. Must match verbatim/model/flat.py.
 struct Rows {
     const int64_t *slots;
     const int32_t *query_starts, *context_lens, *block_tables;
     const int32_t *state_sources, *state_rows, *state_targets;
     int64_t count, sequences, max_blocks, block_size, state_writes;
-    const AdaptedRows *adapted;  // groups of neighbours in ascending order, each of one adapter
+    const AdaptedRows *adapted;  // groups of adjacent rows in ascending order, each of one adapter
     int64_t num_adapted;
 
     StateRows states() const {
@@ -134,7 +134,7 @@ struct Rows {
     Adapted of(const Layer &l) const { return {adapted, num_adapted, l.index * PLACES}; }
 };
 
-// The adapters of some of the rows, `kept` in ascending order, by their places among these.
+// The adapter groups of the rows `kept` (ascending), renumbered by their index in `kept`.
 std::vector<AdaptedRows> kept_groups(const Rows &rows, const int64_t *kept, int64_t count) {
     std::vector<AdaptedRows> groups;
     const AdaptedRows *group = rows.adapted, *end = group + rows.num_adapted;
@@ -149,26 +149,26 @@ std::vector<AdaptedRows> kept_groups(const Rows &rows, const int64_t *kept, int6
     return groups;
 }
 
-// As verbatim/model/whole.py declares it.
+// Must match verbatim/model/whole.py.
 struct Model {
-    const Layer *const *layers;  // with their MLPs
+    const Layer *const *layers;  // including their MLPs
     int64_t count;
-    Norm norm;    // behind the last of them
+    Norm norm;    // after the last layer
     Matrix head;  // [vocabulary, hidden]
 };
 
-// What comes before the layers of a draft: the embedding of a token, or its product with a hidden state.
-// As verbatim/model/whole.py declares it.
+// The input of a draft model's layers: the embedding of a token, or a product of the embedding and a hidden
+// state. Must match verbatim/model/whole.py.
 struct Entry {
-    const void *table;  // [?, hidden]
+    const void *table;  // embeddings [?, hidden]
     int64_t hidden;
-    Matrix project;  // [hidden, 2 * hidden], of both, each behind its norm; or null
+    Matrix project;  // [hidden, 2 * hidden], of both, each after its norm; or null
     Norm of_embedding, of_hidden;
     int32_t hidden_first, is_bf16;
 };
 
-// Cosines and sines [?, width], in the layer's dtype or in float, and which row of them is whose: null
-// gives each its own. As verbatim/model/angles.py declares it.
+// Cosines and sines [?, width], in the layer's dtype or in float, and the index of the one to use for each
+// row of the forward; null: the row's own index. Must match verbatim/model/angles.py.
 struct Angles {
     const void *cos, *sin;
     int64_t width;
@@ -176,13 +176,13 @@ struct Angles {
     int32_t is_f32;
 };
 
-// A norm of the width of one head is one for each head, else it is one for all of them.
+// Norms each head if the norm has the width of a head, else all heads together.
 template <typename T> void norm_heads(T *x, int64_t width, const Norm &norm) {
     if (norm.kind == NONE) return;
     for (int64_t at = 0; at < width; at += norm.width) norm_row(x + at, x + at, norm);
 }
 
-// out[rows, products] = what the inputs make of (the norm of) hidden; its rows are `stride` apart.
+// out[rows, products] = input products of hidden, after the norm if any; rows of `out` are `stride` apart.
 template <typename T>
 void project(const Layer &l, const T *hidden, int64_t rows, const Adapted &adapted, T *out,
              int64_t stride, int threads) {
@@ -198,8 +198,9 @@ void project(const Layer &l, const T *hidden, int64_t rows, const Adapted &adapt
                      threads);
 }
 
-// qkv[rows, qkv_width] of latent attention (DeepSeek-AI 2024, arXiv:2405.04434): queries, or what they are made of,
-// lie in front of what keys and values are made of, of the rotated dimensions that all keys have, and of gates.
+// Latent attention (DeepSeek-AI 2024, arXiv:2405.04434): computes qkv[rows, qkv_width]. A row of input
+// products has queries or their latent vector, the latent vector of keys and values, the rotated dimensions
+// shared by all keys, and gates.
 template <typename T, typename A>
 void before_latent(const Layer &l, const T *hidden, int64_t rows, const Adapted &adapted,
                    const Angles &angles, T *qkv, int threads) {
@@ -242,7 +243,7 @@ void before_latent(const Layer &l, const T *hidden, int64_t rows, const Adapted 
     });
 }
 
-// qkv[rows, qkv_width]: q, k, v, and the gates if there are any.
+// Computes qkv[rows, qkv_width]: q, k, v, and gates if there are any.
 template <typename T, typename A>
 void before(const Layer &l, const T *hidden, int64_t rows, const Adapted &adapted,
             const Angles &angles, T *qkv, int threads) {
@@ -300,7 +301,7 @@ void before(const Layer &l, const void *hidden, int64_t rows, const Adapted &ada
     else before<bf16, bf16>(l, (const bf16 *)hidden, rows, adapted, angles, (bf16 *)qkv, threads);
 }
 
-// attended *= the sigmoids of the gates in qkv.
+// attended *= sigmoid(gates), with the gates in the last columns of qkv.
 template <typename T>
 void apply_gates(const Layer &l, T *attended, const T *qkv, int64_t rows, int threads) {
     const int64_t width = l.qkv_width(), gated = l.heads * l.value_dim, each = gated / l.gate_width;
@@ -323,7 +324,7 @@ void apply_gates(const Layer &l, void *attended, const void *qkv, int64_t rows, 
     else apply_gates(l, (float *)attended, (const float *)qkv, rows, threads);
 }
 
-// attended [rows, heads * value_dim] by the delta rule, as verbatim/model/recurrent_ops.py computes it. The
+// Computes attended [rows, heads * value_dim] by the delta rule, as verbatim/model/recurrent_ops.py does. The
 // states are those of the convolution and of the recurrence.
 template <typename T>
 void run_delta_rule(const Layer &l, const Rows &rows, T *conv_state, float *state, const T *hidden,
@@ -416,7 +417,7 @@ void run_delta_rule(const Layer &l, const Rows &rows, T *conv_state, float *stat
     });
 }
 
-// attended [rows, heads * value_dim] by Mamba-2, as verbatim/model/recurrent_ops.py computes it.
+// Computes attended [rows, heads * value_dim] by Mamba-2, as verbatim/model/recurrent_ops.py does.
 template <typename T>
 void run_mamba2(const Layer &l, const Rows &rows, T *conv_state, float *state, const T *hidden,
                 T *attended, int threads) {
@@ -475,7 +476,7 @@ void run_mamba2(const Layer &l, const Rows &rows, T *conv_state, float *state, c
     });
 }
 
-// attended [rows, value_dim] by the convolution.
+// Computes attended [rows, value_dim] by the gated convolution.
 template <typename T>
 void run_short_conv(const Layer &l, const Rows &rows, T *state, const T *hidden, T *attended, int threads) {
     const int64_t count = rows.count, channels = l.value_dim, width = 3 * channels;
@@ -496,7 +497,7 @@ void run_short_conv(const Layer &l, const Rows &rows, T *state, const T *hidden,
     });
 }
 
-// What stands in place of attention; the stores are its states.
+// Runs the operation that replaces attention; `first` and `second` are its states.
 template <typename T>
 void mix(const Layer &l, const Rows &rows, void *first, void *second, const T *hidden, T *attended,
          int threads) {
@@ -505,7 +506,7 @@ void mix(const Layer &l, const Rows &rows, void *first, void *second, const T *h
     else run_delta_rule(l, rows, (T *)first, (float *)second, hidden, attended, threads);
 }
 
-// hidden + (norm of) the product, or a norm of both: the residual after attention, and after the MLP.
+// out = residual + x, with the norm applied to x, or with POST to the sum; after attention or the MLP.
 template <typename T>
 void add_back(const Layer &l, T *out, const T *residual, T *x, int64_t rows, const Norm &norm,
               int threads) {
@@ -517,8 +518,8 @@ void add_back(const Layer &l, T *out, const T *residual, T *x, int64_t rows, con
     });
 }
 
-// out = the residual after attention, of which `made` was added; or hidden, where it is JOINED. Returns what the
-// MLP is given: `normed`, or out where nothing norms it.
+// Writes the residual after attention to `out` (with JOINED: `hidden`), and the attention output that was
+// added to `made`. Returns the MLP's input: `normed`, or `out` if there is no norm.
 template <typename T>
 T *behind_attention(const Layer &l, const T *hidden, const T *attended, int64_t rows,
                     const Adapted &adapted, T *out, T *made, T *normed, int threads) {
@@ -530,7 +531,7 @@ T *behind_attention(const Layer &l, const T *hidden, const T *attended, int64_t 
         });
     };
     const bool beside = l.residual == PARALLEL || l.residual == JOINED;
-    if (beside) norm(hidden);  // which may be `out`
+    if (beside) norm(hidden);  // before `hidden` is overwritten, as it may be `out`
     if (l.residual != JOINED) add_back(l, out, hidden, made, rows, l.after_attention, threads);
     else if (out != hidden) std::memcpy(out, hidden, rows * l.hidden * sizeof(T));
     if (l.before_mlp.kind == NONE) return out;
@@ -538,7 +539,7 @@ T *behind_attention(const Layer &l, const T *hidden, const T *attended, int64_t 
     return normed;
 }
 
-// out += what the MLP makes of x, or that and what attention has made.
+// out += MLP(x), or with JOINED, out += attention + MLP(x).
 template <typename T>
 void add_mlp(const Layer &l, const T *x, int64_t rows, const Adapted &adapted, Chosen chosen, T *out,
              T *attention, int threads) {
@@ -559,7 +560,7 @@ void add_mlp(const Layer &l, const T *x, int64_t rows, const Adapted &adapted, C
     });
 }
 
-// Room for the experts of some rows of a layer; nothing where it has none.
+// Buffers for the experts chosen by some rows of a layer; empty without a mixture.
 struct Choice {
     int64_t top_k;
     Scratch<int32_t> experts;
@@ -570,8 +571,8 @@ struct Choice {
     Chosen chosen() const { return {experts.data, weights.data}; }
 };
 
-// out = what the layer returns; or, where the MLP is not in here, the residual after attention,
-// with what the MLP must be given in `normed`.
+// out = the layer's output; or, if its MLP runs elsewhere, the residual after attention, and `normed` = the
+// MLP's input.
 template <typename T>
 void after(const Layer &l, const T *hidden, const T *attended, int64_t rows, const Adapted &adapted,
            const Record &record, T *out, T *normed, int threads) {
@@ -610,8 +611,8 @@ void after(const Layer &l, const void *hidden, const void *attended, int64_t row
               (float *)normed, threads);
 }
 
-// The rows' K and V are written to the stores, and `attended` [rows, heads * value_dim] is what they attend to.
-// Of a layer without attention, the stores are its states.
+// Writes the rows' K and V to the stores, and computes `attended` [rows, heads * value_dim]. In a layer
+// without attention, the stores hold its states.
 void attend(const Layer &l, const Rows &rows, void *k_store, void *v_store, const void *hidden,
             const Angles &angles, char *attended, int threads) {
     if (l.delta || l.mamba2 || l.conv) {
@@ -648,15 +649,15 @@ void whole(const Layer &l, const Rows &rows, void *k_store, void *v_store, const
     after(l, hidden, attended.data, rows.count, rows.of(l), record, out, normed, threads);
 }
 
-// to[i] = from[rows[i]], of `bytes` each.
+// to[i] = from[rows[i]], for rows of `bytes` each.
 void take_rows(void *to, const void *from, const int64_t *rows, int64_t count, int64_t bytes) {
     for (int64_t i = 0; i < count; i++)
         std::memcpy((char *)to + i * bytes, (const char *)from + rows[i] * bytes, bytes);
 }
 
-// The last layer, the last norm and the head. Behind attention only the rows that need logits are
-// computed; of the others, where the layer has experts, no more than which ones they choose. With `kept`
-// [slots, hidden] all rows are, and what the norm makes of them goes there.
+// The last layer, the final norm and the head. After attention only the rows that need logits are computed;
+// for the others, in a layer with experts, only the routing is. With `kept_rows` [slots, hidden] all rows are
+// computed, and their final hidden states, after the norm, are written there.
 template <typename T>
 void finish(const Model &m, const Rows &rows, void *k_store, void *v_store, const T *hidden,
             const Angles &angles, const Record &record, const int64_t *logit_rows, int64_t num_logits,
@@ -703,7 +704,7 @@ void finish(const Model &m, const Rows &rows, void *k_store, void *v_store, cons
     multiply(normed, num_logits, width, &m.head, 1, logits, m.head.cols, threads);
 }
 
-// All layers, from `hidden`, which they overwrite, to normed [count, hidden] and logits [count, vocabulary] of
+// Runs all layers in place on `hidden`, and computes normed [count, hidden] and logits [count, vocabulary] of
 // the rows `logit_rows`. Without a head, hidden becomes the output of the last layer.
 void run_layers(const Model &m, const Rows &rows, void *const *stores, void *hidden, const Angles *angles,
                 const Record &all, const int64_t *logit_rows, int64_t count, void *normed, void *logits,
@@ -795,18 +796,18 @@ void chain(const Model &m, const Entry &e, Rows rows, void *const *stores, const
 
 }  // namespace
 
-// qkv[rows, all heads of q, k and v] of hidden[rows, hidden]; cos and sin [rows, angles] are in the
-// layer's dtype, or in float where `angles_f32` says so. `threads` 0 takes OpenMP's number.
+// Computes qkv[rows, all heads of q, k and v] from hidden[rows, hidden]; cos and sin [rows, angles] are in
+// the layer's dtype, or in float if `angles_f32`. `threads` 0 takes OpenMP's number.
 extern "C" void vb_layer_before(const Layer *l, const void *hidden, int64_t rows, const void *cos,
                                 const void *sin, int64_t angles, int angles_f32, void *qkv,
                                 int threads) {
     before(*l, hidden, rows, {}, Angles{cos, sin, angles, nullptr, angles_f32}, qkv, threads);
 }
 
-// out[rows, hidden] of the residual hidden[rows, hidden] and of attended[rows, heads * value_dim], which the
-// gates in `qkv` change.
-// `normed` [rows, hidden] is what the MLP must be given, where it is not in the layer; else null. The rows'
-// experts are recorded in `chosen`, or taken from `forced`, `stride` apart (experts.h); both may be null.
+// Computes out[rows, hidden] from the residual hidden[rows, hidden] and attended[rows, heads * value_dim],
+// which is first multiplied in place with the gates in `qkv`. If the MLP is not part of the layer, its input
+// is written to `normed` [rows, hidden]; else that is null. The rows' experts are recorded in `chosen`, or
+// taken from `forced`, with rows `stride` apart (experts.h); both may be null.
 extern "C" void vb_layer_after(const Layer *l, const void *hidden, void *attended, const void *qkv,
                                int64_t rows, int16_t *chosen, const int16_t *forced, int64_t stride,
                                void *out, void *normed, int threads) {
@@ -814,8 +815,8 @@ extern "C" void vb_layer_after(const Layer *l, const void *hidden, void *attende
     after(*l, hidden, attended, rows, {}, Record{chosen, forced, stride}, out, normed, threads);
 }
 
-// Whether any product of the model is large enough for several threads. A team that only waits takes
-// processors from other programs, and an OpenMP barrier to begin and end.
+// Whether any product of the model is large enough for several threads. An idle team takes processors from
+// other programs, and it costs an OpenMP barrier at its beginning and end.
 static bool shares_products(const Model &m, int64_t rows, int64_t logit_rows, int threads) {
     const auto shared = [&](const Matrix *matrices, int count, int64_t rows) {
         int64_t numbers = 0;
@@ -831,7 +832,7 @@ static bool shares_products(const Model &m, int64_t rows, int64_t logit_rows, in
     return shared(&m.head, 1, logit_rows);
 }
 
-// The whole layer.
+// Runs a whole layer.
 extern "C" void vb_layer(const Layer *l, const Rows *rows, void *k_store, void *v_store,
                          const void *hidden, const void *cos, const void *sin, int64_t angles,
                          int angles_f32, int16_t *chosen, const int16_t *forced, int64_t stride,
@@ -840,12 +841,12 @@ extern "C" void vb_layer(const Layer *l, const Rows *rows, void *k_store, void *
           {chosen, forced, stride}, out, normed, threads);
 }
 
-// The whole model, of which hidden[rows, hidden] are the embeddings, which it overwrites: normed
-// [count, hidden] and logits [count, vocabulary] of the rows `logit_rows`. `stores` holds K and V of the
-// first layer, of the second, and so on; `angles` has those that `Layer.angles` counts. `chosen` and `forced`
-// are [rows, layers with experts, top_k], or null. Of a model without a head, that is some layers of one, hidden
-// becomes the output of the last layer, and `count` must be 0. Unless `kept` [slots, hidden] is null, what the
-// norm makes of all rows goes there.
+// Runs the whole model on the embeddings hidden[rows, hidden], which it overwrites: computes normed [count,
+// hidden] and logits [count, vocabulary] of the rows `logit_rows`. `stores` holds K and V of the first layer,
+// of the second, and so on; `angles` is indexed by `Layer.angles`. `chosen` and `forced` are [rows, layers
+// with experts, top_k], or null. For a model without a head, i.e. a stage of some layers, `count` must be 0,
+// and hidden becomes the output of the last layer. Unless `kept` [slots, hidden] is null, the final norm's
+// output of all rows goes there.
 extern "C" void vb_model(const Model *m, const Rows *rows, void *const *stores, void *hidden,
                          const Angles *angles, int16_t *chosen, const int16_t *forced,
                          const int64_t *logit_rows, int64_t count, void *normed, void *logits,
@@ -863,18 +864,19 @@ extern "C" void vb_model(const Model *m, const Rows *rows, void *const *stores, 
     else run();
 }
 
-// out[rows, hidden] of the tokens `ids` and the hidden states `entering` [rows, hidden]; null takes the
-// embeddings in their place.
+// Computes the input out[rows, hidden] of a draft model's layers from the tokens `ids` and the hidden states
+// `entering` [rows, hidden]; if null, embeddings take their place.
 extern "C" void vb_enter(const Entry *e, const int64_t *ids, const void *entering, int64_t rows, void *out,
                          int threads) {
     if (e->is_bf16) enter(*e, ids, (const bf16 *)entering, rows, (bf16 *)out, threads);
     else enter(*e, ids, (const float *)entering, rows, (float *)out, threads);
 }
 
-// Draws `lengths` tokens behind each sequence, one forward for each, into drawn[sequences, most]: by a model
-// that is given the last token drawn, and, behind the first one, its own hidden state. Where none can be drawn, what
-// follows is left as it is. The rows of the first forward have the last one of each sequence in `logit_rows`.
-// `samples` draw the first tokens. The rest is as in vb_model; without states, adapters and records.
+// Draws up to lengths[s] tokens after each sequence s into drawn[sequences, most], with one forward per
+// token, by a draft model that gets the last drawn token and, after the first one, its own hidden state. If
+// no token can be drawn, the rest of a row of `drawn` is unchanged. `logit_rows` has the last row of each
+// sequence in the first forward; `samples` draw the first tokens. The rest is as in vb_model, without states,
+// adapters and records.
 extern "C" void vb_chain(const Model *m, const Entry *e, const Rows *rows, void *const *stores,
                          const int64_t *ids, const void *entering, const Angles *angles,
                          int64_t num_angles, const int64_t *logit_rows, const sampling::SampleRow *samples,
@@ -893,7 +895,7 @@ extern "C" void vb_chain(const Model *m, const Entry *e, const Rows *rows, void 
     else run();
 }
 
-// Bytes of a Layer, of what may be in place of attention, of a Mixture, and of a Model, for the one who declares them elsewhere.
+// Sizes of the structs, to check declarations in other languages.
 extern "C" int64_t vb_layer_size() { return sizeof(Layer); }
 extern "C" int64_t vb_delta_size() { return sizeof(DeltaRule); }
 extern "C" int64_t vb_mamba2_size() { return sizeof(Mamba2); }

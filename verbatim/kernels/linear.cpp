@@ -1,15 +1,15 @@
-// Matrix products whose bits cannot depend on the schedule.
+// Matrix products with bits that don't depend on the schedule.
 //
-// Every element of the output is one fixed sequence of arithmetic along K. How many rows there are,
-// which tile an element falls in and which thread computes it decide only when that sequence runs.
+// Every element of the output is computed by one fixed sequence of arithmetic along K. The number of rows,
+// the tile of the element and the thread decide only when that sequence runs.
 //
-// It is sixteen float accumulators along K, summed by vb::sum's tree, whether w is [N, K], as nn.Linear
-// stores it, or [K, N], as GPT-2 does.
+// The sequence: sixteen float accumulators along K, summed by vb::sum's tree. It is the same for w [N, K], as
+// in nn.Linear, and for w [K, N], as in GPT-2.
 //
-// Weights are read where they are and never packed. Quantized ones become the bf16 or float
-// that they are read back as, a strip at a time or in registers, and then go the same way. w[K, N] is read as
-// it lies for few rows (columns.h), and becomes w[N, K] for more, a strip at a time (transpose.h). The
-// bias is added in float and the result rounded once.
+// Plain weights are read in place and never packed. Quantized ones are dequantized to bf16 or float, a strip
+// at a time or in registers, and then multiplied in the same way. w[K, N] is read in place for few rows
+// (columns.h), and transposed to w[N, K] for more, a strip at a time (transpose.h). The bias is added in
+// float and the result rounded once.
 
 #include "columns.h"
 #include "integer.h"
@@ -23,13 +23,13 @@
 
 namespace {
 
-// ---- the work, in strips of columns ----
+// ---- division of the work into strips of columns ----
 
-// How the work is cut, for time alone. Few rows take the weights from memory as they pass: in
-// strips as wide as leaves every thread two of them. More rows go in panels over a strip that
-// stays in the second cache, long rows in segments of which one does; and these are cut into parts,
-// so that a panel's part stays in the first cache for a whole group of columns. The accumulators are
-// kept meanwhile.
+// The division affects only the time. With few rows, the weights are streamed from memory, in strips of a
+// width that gives every thread two of them. With more rows, panels of rows are multiplied with a strip that
+// stays in the L2 cache. Deep matrices are cut along K into segments for this, and segments into parts, so
+// that a part of a panel stays in the L1 cache for a whole group of columns. Accumulators are kept in
+// between.
 #if defined(__AVX512F__)
 constexpr int64_t PANEL_ROWS = 6;
 #elif defined(__AVX2__)
@@ -45,8 +45,8 @@ static bool is_packed(const Matrix &m) {
     return (m.format & 255) == INT8 || (m.format & 255) == INT4;
 }
 
-// Few rows: those of one tile. Quantized weights become numbers in registers only where that is
-// faster than a strip that was unpacked.
+// Few rows: those of one tile. Quantized weights are dequantized in registers only where that is faster than
+// dequantizing a strip.
 #if defined(__AVX512BF16__)
 template <typename T> constexpr int64_t FEW_ROWS = sizeof(T) == 2 ? 8 : PANEL_ROWS;
 template <typename T> constexpr bool IN_REGISTERS = sizeof(T) == 2;
@@ -54,15 +54,15 @@ template <typename T> constexpr bool IN_REGISTERS = sizeof(T) == 2;
 template <typename T> constexpr int64_t FEW_ROWS = PANEL_ROWS;
 template <typename T> constexpr bool IN_REGISTERS = false;
 #endif
-constexpr int64_t FEW_OF_COLUMNS = PANEL_ROWS == 6 ? 8 : PANEL_ROWS;  // of w[K, N]
+constexpr int64_t FEW_OF_COLUMNS = PANEL_ROWS == 6 ? 8 : PANEL_ROWS;  // few rows, for w[K, N]
 
-// Rows that are interleaved lie in panels, of which a tile reads one: at most FEW_ROWS make a single one.
+// Interleaved rows are stored in panels, and a tile reads one: at most FEW_ROWS rows make a single panel.
 template <typename T> static bool in_streams(const Matrix &m, int64_t rows, bool interleaved) {
     if (m.transposed) return rows <= (interleaved ? FEW_ROWS<T> : FEW_OF_COLUMNS);
     return rows <= FEW_ROWS<T> && (IN_REGISTERS<T> || !is_packed(m));
 }
 
-// Rows `begin` to `end` in panels: how many, and where one begins.
+// Division of rows `begin` to `end` into panels: their number, and the first row of each.
 template <typename T> struct Panels {
     int64_t begin, end;
     int64_t count() const {
@@ -74,13 +74,13 @@ template <typename T> struct Panels {
 
 template <typename T> struct Work {
     const T *x;
-    const Input<T> *input;  // what tiles read: x, or a copy of it
+    const Input<T> *input;  // rows as tiles read them: x, or a copy of it
     int64_t rows, x_stride;
-    bool interleaved;  // a panel's rows lie there step by step, all of the first step together
+    bool interleaved;  // panels are stored step by step: the first step of all rows, then the second
     const Matrix *matrices;
     int count;
     Output<T> out;
-    int64_t out_stride, share;  // share: columns, a thread's half
+    int64_t out_stride, share;  // share: half of a thread's columns
 
     int64_t width(const Matrix &m) const {
         const bool streams = in_streams<T>(m, rows, interleaved);
@@ -119,8 +119,8 @@ template <typename T> static Strip strip_at(const Work<T> &work, int64_t n) {
 
 // ---- few rows: one panel, at memory speed ----
 
-// f(R, C) for a tile of so many rows. Up to 24 accumulators, with the weights and a row, fit 32
-// registers.
+// Calls f(R, C) with the rows and columns of a tile, as constants. Up to 24 accumulators fit 32 registers,
+// with the weights and a row.
 template <typename F> static inline void of_height(int64_t rows, F f) {
     const auto with = [&](auto r, auto c) { f(r, c); };
     switch (rows) {
@@ -143,7 +143,7 @@ template <typename F> static inline void of_height(int64_t rows, F f) {
     }
 }
 
-// `rows` from `row` on: a panel.
+// The panel of `rows` rows from `row` on.
 template <typename T>
 static Place<T> place(const Work<T> &work, const Strip &strip, int64_t row, int64_t rows) {
     const T *bias = (const T *)strip.matrix->bias;
@@ -163,16 +163,16 @@ static void few_rows(const Work<T> &work, const Strip &strip, const char *after)
     });
 }
 
-// ---- more rows: panels over a strip that stays in the second cache ----
+// ---- more rows: panels times a strip that stays in the L2 cache ----
 
-// Pieces of whole steps that make up so much of K, of nearly the same length, at most `most`.
+// Returns the length of pieces that cut `whole` elements of K evenly, in whole steps, at most `most` each.
 template <typename T> static int64_t even(int64_t whole, int64_t most) {
     const int64_t pieces = std::max<int64_t>(1, (whole + most - 1) / most);
     return ((whole + pieces - 1) / pieces + STEP<T> - 1) / STEP<T> * STEP<T>;
 }
 
-// The panels share the work of fetching the strip that comes `after`: evenly where it takes all of
-// them, so that memory is never idle. Its columns are `after_stride` bytes apart.
+// The panels share the prefetching of the strip `after`, evenly if it takes all of them, so that memory is
+// never idle. Its columns are `after_stride` bytes apart.
 template <typename T>
 static void panels(const Work<T> &work, const Strip &strip, int64_t row, int64_t row_end,
                    const T *weights, int64_t stride, bool cold, const char *after,
@@ -203,7 +203,7 @@ static void panels(const Work<T> &work, const Strip &strip, int64_t row, int64_t
             for (int64_t begin = from, end = -1; end < to; begin = end) {
                 end = std::min(begin + part, to);
                 of_height(height, [&](auto r, auto columns) {
-                    // a panel has no more rows, so there is no need of such tiles
+                    // a panel has no more rows, so taller tiles are not needed
                     constexpr int R = std::min<int>(r.value, PANEL_ROWS), C = places(columns.value);
                     const auto go = [&](auto fetch) {
                         tiles<R, C>(p, weights, stride, group, group_end, begin, end, sums, fetch);
@@ -223,16 +223,16 @@ static void panels(const Work<T> &work, const Strip &strip, int64_t row, int64_t
     }
 }
 
-// ---- a strip that is quantized, or whose rows are its columns ----
+// ---- a strip that is quantized or transposed ----
 
-// From one column to the next in such a strip, in elements: an odd number of lines, so that they don't
-// evict one another from the first cache.
+// Distance between the columns of a copied strip, in elements: an odd number of cache lines, so that columns
+// don't evict one another from the L1 cache.
 template <typename T> static int64_t spaced(int64_t depth) {
     constexpr int64_t LINE = 64 / sizeof(T);
     return ((depth + LINE - 1) / LINE | 1) * LINE;
 }
 
-// The strip's numbers, its columns `spaced` apart. `after`: what the thread reads next, or null.
+// The strip's weights in T, with columns `spaced` apart. `after`: what the thread reads next, or null.
 template <typename T> struct Copied : Scratch<T> {
     Copied(const Strip &strip, const char *after) : Scratch<T>(strip.width * spaced<T>(strip.matrix->depth)) {
         const Matrix &m = *strip.matrix;
@@ -261,8 +261,8 @@ static void few_rows_packed(const Work<bf16> &work, const Strip &strip, const ch
     bool quick = false;
     of_kind(m.format, m.group, [&](auto code, auto group) {
         of_height(work.rows, [&](auto r, auto cols) {
-            // In registers, 4 bits are always a place in a table, if only one of 0 to 15. Those that become
-            // numbers one by one take more registers on their way.
+            // In registers, 4-bit codes are always indices of a table, even if it is just 0 to 15. Codes that
+            // are converted one by one need more registers.
             constexpr bool FOUR = bits_of(code) == 4, WIDE = !FOUR && !in_pairs(code);
             constexpr int R = r.value, C = WIDE && R > 6 ? 2 : cols.value, CODE = FOUR ? TABLE : code.value;
             quick = packed_strip<R, C, CODE, group.value>(p, first, row, strip.width, after);
@@ -281,10 +281,10 @@ static void few_rows_packed(const Work<bf16> &, const Strip &, const char *) {}
 #endif
 static void few_rows_packed(const Work<float> &, const Strip &, const char *) {}
 
-// ---- all of it ----
+// ---- the whole product ----
 
-// One strip against rows `row` to `row_end`. `after` is the strip that the thread comes to next, or
-// null; `cold`: nobody has fetched this one.
+// Multiplies one strip with rows `row` to `row_end`. `after` is the thread's next strip, or null. `cold`:
+// this strip has not been prefetched.
 template <typename T>
 static void run(const Work<T> &work, const Strip &strip, const Strip *after, int64_t row,
                 int64_t row_end, bool cold) {
@@ -300,7 +300,7 @@ static void run(const Work<T> &work, const Strip &strip, const Strip *after, int
     panels(work, strip, row, row_end, (const T *)strip.begin<T>(), m.stride, cold, ahead, stride);
 }
 
-// Rows that lie a power of two apart evict one another from the first cache.
+// Whether rows evict one another from the L1 cache, as their distance is a multiple of 4096 bytes.
 template <typename T> static bool in_conflict(int64_t stride) {
     return stride * (int64_t)sizeof(T) % 4096 == 0;
 }
@@ -321,7 +321,7 @@ template <typename T> static bool wants_interleaving(const Work<T> &work) {
     return work.rows <= FEW_ROWS<T> || in_conflict<T>(work.x_stride);
 }
 
-// Rows, in blocks of whole panels as far as they go: lower ones take as long.
+// Blocks of rows, in whole panels as far as possible: a panel with fewer rows takes as long.
 template <typename T> struct Blocks {
     int64_t rows, count, height;
     explicit Blocks(int64_t rows) : rows(rows), count((rows + BLOCK_ROWS - 1) / BLOCK_ROWS) {
@@ -331,7 +331,7 @@ template <typename T> struct Blocks {
     Panels<T> operator[](int64_t i) const { return {height * i, std::min(height * (i + 1), rows)}; }
 };
 
-// Products that run together, in pieces: each block of rows against each strip of columns.
+// Products that run together, in pieces: each block of rows times each strip of columns.
 template <typename T> class Pieces {
   public:
     explicit Pieces(const std::vector<Work<T>> &works) : works(works) {
@@ -366,7 +366,7 @@ template <typename T> class Pieces {
     std::vector<int64_t> ends;
 };
 
-// A panel's rows go step by step where that is faster, to `panels`, which has room for all of them.
+// Copies panels of rows step by step, where that is faster, to `panels`, which has room for all of them.
 template <typename T>
 static void interleave_rows(std::vector<Work<T>> &works, Input<T> *panels, int64_t stride,
                             int threads) {
@@ -421,7 +421,7 @@ static void multiply_together(std::vector<Work<T>> &works, int threads) {
     });
 }
 
-// Groups of rows against matrices `first` to `first + count` of each.
+// Groups of rows, to be multiplied with matrices `first` to `first + count` of each.
 template <typename T> struct Groups {
     const T *x;
     int64_t x_stride;
@@ -467,8 +467,8 @@ static void multiply_numbers(const Groups<T> &all, Output<T> out, int64_t out_st
     flush();
 }
 
-// Neighbours of one kind go together: those whose activations become codes, of one size of groups, and
-// those whose activations stay numbers.
+// Multiplies adjacent matrices of one kind together: those with quantized activations of one group size, or
+// those with float activations.
 template <typename T>
 static void multiply_all(Groups<T> all, Output<T> out, int64_t out_stride, int threads) {
     const auto kind = [](const Matrix &m) {
@@ -513,7 +513,7 @@ void vb::multiply(const T *x, int64_t rows, int64_t x_stride, const Matrix *matr
 INSTANCES(float)
 INSTANCES(bf16)
 
-// The same for others than C++. `out_f32` keeps the result of bf16 operands in float32.
+// C interface. `out_f32` keeps the result of bf16 operands in float32.
 #define EXPORT_MANY(name, T)                                                                       \
     extern "C" void name(void *out, const T *x, int64_t rows, int64_t x_stride,                    \
                          const Matrix *matrices, int count, int64_t out_stride, int out_f32,       \
@@ -526,8 +526,8 @@ INSTANCES(bf16)
 EXPORT_MANY(vb_multiply_f32, float)
 EXPORT_MANY(vb_multiply_bf16, bf16)
 
-// `count` products at once: `rows` rows of x and of out for each, one after another, and a matrix like `first`
-// that lies `apart` bytes behind the one before.
+// `count` products at once. Each has `rows` rows of x and of out, one after another, and a matrix like
+// `first`, `apart` bytes after the previous one.
 #define EXPORT_BATCH(name, T)                                                                      \
     extern "C" void name(T *out, const T *x, int64_t rows, const Matrix *first, int64_t count,     \
                          int64_t apart, int threads) {                                             \

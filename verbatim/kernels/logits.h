@@ -1,8 +1,8 @@
 // Rows of logits as the sampler reads them, and their masses: sums of exp(y - max).
 //
-// Masses are the ground of every log-prob, so their bits are fixed by the formulas below and by
-// nothing else. The exponential uses no fused multiply-add, and id i is always added to lane i % 32:
-// every instruction set, and the torch reference, computes the same bits.
+// Every log-prob is computed from masses, so their bits are fixed by the formulas below alone. The
+// exponential uses no fused multiply-add, and id i is always added to lane i % 32: every instruction set, and
+// the torch reference, computes the same bits.
 #pragma once
 
 #include <cmath>
@@ -20,7 +20,7 @@ constexpr float INF = std::numeric_limits<float>::infinity();
 static inline float minus_infinity(const float *) { return -INF; }
 static inline bf16 minus_infinity(const bf16 *) { return 0xff80; }
 
-// n float32 or bfloat16 logits as they are; what lies behind the end reads as minus infinity.
+// n float32 or bfloat16 logits, unchanged; those past the end read as minus infinity.
 template <typename T> struct Plain {
     const T *x;
     int64_t n;
@@ -35,7 +35,7 @@ template <typename T> struct Plain {
     float one(int64_t i) const { return to_float(x[i]); }
 };
 
-// The same, divided by the temperature.
+// Logits divided by the temperature.
 template <typename T> struct Divided {
     Plain<T> plain;
     float temperature, inverse;
@@ -55,7 +55,7 @@ static inline uint32_t at_least(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
     return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GE_OQ);
 #elif defined(__AVX2__)
-    // Not two compares of halves: gcc 12 crashes on them, in its sink pass.
+    // Not two compares of half the width: gcc 12 crashes on them, in its sink pass.
     i32x16 true_lanes = a >= b;
     __m256i half[2];
     std::memcpy(half, &true_lanes, 64);
@@ -83,7 +83,7 @@ template <typename View> static float largest(const View &view) {
     return max_lane(max(top[0], top[1]));
 }
 
-// The lowest id whose logit equals `value`, which is in the row.
+// The lowest id with the logit `value`, the largest of the row.
 template <typename View> static int64_t first_of(const View &view, float value) {
     for (int64_t i = 0;; i += 16) {
         uint32_t mask = at_least(view.block(i), splat(value));
@@ -103,8 +103,8 @@ static inline void to_double(f32x16 v, f64x8 out[2]) {
 #endif
 }
 
-// exp(d) for d <= 0, to 3e-9 of its value: 2^n * 2^r with a polynomial for 2^r, |r| <= 1/2. Exactly 1
-// at 0; below 2^-1000 it stays there, which adds nothing to a mass of at least 1.
+// exp(d) for d <= 0, with a relative error of 3e-9: 2^n * 2^r with a polynomial for 2^r, |r| <= 1/2. Exactly
+// 1 at 0, and never below 2^-1000, which adds nothing to a mass of at least 1.
 static inline f64x8 exp_falling(f64x8 d) {
     const double ROUND = 0x1.8p52;  // adding it leaves the nearest integer in the low bits
     f64x8 t = d * 1.4426950408889634, least = f64x8{} - 1000.0;

@@ -1,4 +1,4 @@
-// Adapters of low rank, in two passes over pieces of rows and matrices: a x, and then b^T of it.
+// Low-rank adapters in two passes over pieces of rows and matrices: first a x, then b^T (a x).
 
 #include "lora.h"
 
@@ -11,11 +11,11 @@ using namespace vb;
 
 namespace {
 
-constexpr int64_t ROWS = 16;     // of a piece
-constexpr int64_t RANKS = 8;     // of a piece of the first pass
-constexpr int64_t PANELS = 8;    // of a piece of the second
+constexpr int64_t ROWS = 16;     // rows of a piece
+constexpr int64_t RANKS = 8;     // ranks of a part in the first pass
+constexpr int64_t PANELS = 8;    // panels of a part in the second pass
 
-// Some rows with one matrix of their adapter.
+// Some rows times one matrix of their adapter.
 struct Piece {
     const LowRank *low;
     int64_t begin, end;  // rows
@@ -23,7 +23,7 @@ struct Piece {
     float *inner;  // [end - begin, rank]
 };
 
-// inner[r] = a[r] x for R neighbours of one row.
+// inner[r] = a[r] x for R adjacent rows of a.
 template <int R, typename T>
 void dots(const T *a, int64_t depth, const T *x, float *inner) {
     f32x16 acc[R] = {};
@@ -39,7 +39,7 @@ void dots(const T *a, int64_t depth, const T *x, float *inner) {
     for (int r = 0; r < R; r++) inner[r] = sum(acc[r]);
 }
 
-// One row of a panel: y += scaling * b^T inner, the first `width` of its columns.
+// Adds scaling * b^T inner to one row y, in the first `width` columns of a panel.
 template <typename T>
 void add_panel(const T *b, int64_t rank, float scaling, const float *inner, T *y, int64_t width) {
     constexpr int N = LOW_RANK_PANEL / 16;
@@ -81,7 +81,7 @@ void second_pass(const Piece &p, T *out, int64_t out_stride, int64_t begin, int6
 
 int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
-// f(piece, begin, end) for each piece, cut into runs of `size` of what `units` counts.
+// Calls f(piece, begin, end) for each piece, in parts of at most `size` of its `units`.
 template <typename U, typename F>
 void each_part(const std::vector<Piece> &pieces, int64_t size, int threads, U units, F f) {
     if (threads == 1) {
@@ -123,7 +123,7 @@ void vb::add_low_rank(const T *x, int64_t x_stride, const AdaptedRows *groups, i
         }
     }
     if (pieces.empty()) return;
-    // A team that is awake takes small pieces, too.
+    // A running team is worth using for small pieces, too.
     threads = numbers < (1 << 15) ? 1 : Team::mine ? Team::mine->size : threads_for(products, numbers, threads);
     const Scratch<float> room(inner);
     float *at = room.data;
@@ -144,7 +144,7 @@ void vb::add_low_rank(const T *x, int64_t x_stride, const AdaptedRows *groups, i
 #define INSTANCE(suffix, T)                                                                        \
     template void vb::add_low_rank(const T *, int64_t, const AdaptedRows *, int64_t, int64_t,      \
                                    const Matrix *, int, T *, int64_t, int);                        \
-    /* The same for one matrix [cols, depth] and for others than C++. */                           \
+    /* C interface, for one matrix [cols, depth]. */                                               \
     extern "C" void vb_add_low_rank_##suffix(const T *x, int64_t x_stride,                         \
                                              const AdaptedRows *groups, int64_t num_groups,        \
                                              int64_t cols, int64_t depth, T *out,                  \

@@ -1,7 +1,7 @@
-// Matrices made codes of 8 or 4 bits, the other way round than unpack.cpp: each group of a row as
-// round((w - low) / scale), then (scale, low) of each of its groups.
+// Quantization of matrices to 8 or 4 bits, the inverse of unpack.cpp: the codes round((w - low) / scale) of a
+// row, then (scale, low) of each of its groups.
 //
-// `verbatim/model/groups.py` says the same in torch, bit for bit; every step here is one IEEE operation.
+// `verbatim/quantization/rows.py` has the bit-identical torch version; every step here is one IEEE operation.
 
 #include <cmath>
 #include <cstring>
@@ -15,7 +15,7 @@ namespace {
 using namespace vb;
 
 constexpr int32_t LARGEST = 0x7e800000;  // 2^126, as bits
-constexpr float MAGIC = 12582912.0f;     // added and taken away, it rounds to the nearest whole number
+constexpr float MAGIC = 12582912.0f;     // adding and subtracting it rounds to the nearest integer
 
 static inline int32_t bits_of(float x) {
     int32_t bits;
@@ -29,7 +29,7 @@ static inline float of_bits(int32_t bits) {
     return x;
 }
 
-// To the next bf16 away from zero; to the next that is not above.
+// Round to a bf16, away from zero, or down.
 static inline float away(float x) { return of_bits((bits_of(x) + 0xffff) & (int32_t)0xffff0000); }
 static inline float below(float x) {
     return x < 0 ? away(x) : of_bits(bits_of(x) & (int32_t)0xffff0000);
@@ -40,7 +40,7 @@ static inline void put_head(uint8_t *to, float x) {
     std::memcpy(to, &bits, sizeof bits);
 }
 
-// As signed integers that are ordered as the numbers are.
+// Maps the bits of a float to an integer of the same order.
 static inline int32_t key_of(int32_t bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
 
 static inline float as_read(float made, const float *) { return made; }
@@ -49,7 +49,7 @@ static inline float as_read(float made, const bf16 *) {
     return of_bits((int32_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u));
 }
 
-// One group of `size` numbers. False: one of them can't be held.
+// Quantizes one group of `size` numbers. Returns false if one of them can't be represented.
 template <int BITS, typename T>
 static inline bool one_group(uint8_t *codes, uint8_t *head, const T *from, int size, double *wrong,
                              double *all) {
@@ -126,7 +126,7 @@ static bool pack(uint8_t *out, const T *from, int64_t rows, int64_t depth, int b
 
 }  // namespace
 
-// `squares`: the sums of (what is read back - w)^2 and of w^2. 0: one of the numbers is NaN, infinite or too large.
+// `squares`: sums of (dequantized w - w)^2 and of w^2. Returns 0 if a number is NaN, infinite or too large.
 extern "C" int vb_pack_rows(uint8_t *out, const void *from, int64_t rows, int64_t depth, int bits,
                             int group, int is_bf16, double *squares, int threads) {
     return is_bf16 ? pack(out, (const bf16 *)from, rows, depth, bits, group, squares, threads)

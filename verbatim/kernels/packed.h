@@ -1,7 +1,7 @@
-// Rows in 8 or 4 bits, made numbers again: low + scale * number(code) for each group of a row.
+// Dequantization of rows in 8 or 4 bits: low + scale * number(code) for each group of a row.
 //
-// `verbatim/model/weight_packing.py` tells how they lie, and `groups.py` says the same in torch, bit for
-// bit: the sum is rounded once on every machine, fused or not.
+// `verbatim/kernels/packing.py` describes the layout, and `quantization/rows.py` is the bit-identical torch
+// version: the sum is rounded once on every machine, fused or not.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ static inline u8x16 load_codes(const uint8_t *p) {
     return codes;
 }
 
-// Numbers alone come here, so a NaN needs no care.
+// Rounds to bf16; there are no NaNs here.
 static inline u16x16 narrow_number(f32x16 v) {
 #if defined(__AVX512BF16__)
     return narrow(v);
@@ -38,13 +38,13 @@ static inline void put_all(bf16 *p, f32x16 v) {
     std::memcpy(p, &bits, sizeof bits);
 }
 
-// ---- codes, and heads of groups ----
+// ---- codes and group heads ----
 
-// `Encoding` of weight_packing.py.
+// Values of `Encoding` in packing.py.
 enum Encoding : int { AFFINE, ZERO_POINT, SIGNED, E4M3, NF4, FP4, MXFP4, HALF, CENTERED = 9 };
 
-// The kinds of codes that kernels are compiled for: integers of 4 or 8 bits, a place in a table of
-// sixteen numbers, FP8; or a `Block`.
+// The kinds of codes that kernels are compiled for: integers of 4 or 8 bits, indices of a table of sixteen
+// numbers, FP8; or a `Block`.
 enum Code : int { BITS4 = 4, BITS8 = 8, TABLE = 20, FP8 = 24 };
 constexpr int bits_of(int code) { return code & 15; }
 constexpr bool in_blocks(int code) { return block_layout(code).bytes; }
@@ -53,7 +53,7 @@ constexpr int bytes_of(int code, int group) {
     return in_blocks(code) ? block_layout(code).bytes : group * bits_of(code) / 8;
 }
 
-// What a code of 4 bits stands for, by encoding; zeros where that is the code itself.
+// The number that a 4-bit code stands for, by encoding; E4M3 has no 4-bit codes.
 alignas(64) static const float NUMBERS[10][16] = {
     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
@@ -77,8 +77,8 @@ static INLINE inline const float *numbers_by_code(int format) {
     return NUMBERS[(format & ~255) == NVFP4 ? MXFP4 : encoding > CENTERED ? AFFINE : encoding];
 }
 
-// How a row lies: its codes, then the head of each group. In 4 bits, byte i of a group holds its
-// elements i (low half) and i + ceil(size / 2). Or its blocks, one after another.
+// Layout of a row: its codes, then the head of each group. At 4 bits, byte i of a group holds its elements i
+// (low half) and i + ceil(size / 2). Or blocks, one after another.
 struct RowLayout {
     int bits, encoding, head_bytes;
     int64_t depth, whole, code_bytes, bytes;
@@ -93,15 +93,15 @@ struct RowLayout {
     const float *numbers() const { return numbers_by_code(encoding << 8); }
 };
 
-// FP8 numbers are read as half floats, which are 2^8 smaller: their scales are as much larger.
+// FP8 codes are read as half floats, which are 2^8 smaller, so their scales are multiplied by 2^8.
 constexpr float FP8_SCALE = 256.0f;
 
 struct Head {
     float scale, low;
 };
 
-// Of the word of a head; one of two bytes is in its upper half. A zero point shifts: its
-// product with the scale is exact. -0 leaves the sign of what it is added to.
+// Reads the word of a head; a head of two bytes is in its upper half. The product of a zero point and the
+// scale is exact. Adding -0 preserves the sign of a zero.
 static inline Head head_of(int encoding, int bits, uint32_t word) {
     switch (encoding) {
     case AFFINE:
@@ -132,11 +132,11 @@ struct Heads {
     static constexpr int COUNT = 16;
     alignas(64) float scale[COUNT], low[COUNT];
 #if defined(__AVX512BF16__)
-    // Returns whether the instructions that round to bf16 serve. They take a denormal number for zero.
-    // None can come of a scale that is 0 or at least 2^-117 and a low that is 0 or at least 2^-126: no
-    // number but zero is smaller than 2^-9, and sums are zero or a multiple of 2^-125. (The products
-    // take a denormal weight for zero too, but the numbers just below 2^-126 are rounded up to it.)
-    // Half floats are never that small, nor are their products with integers in blocks.
+    // Returns whether the instructions that round to bf16 give the right bits: they treat denormals as zero.
+    // A scale that is 0 or at least 2^-117 and a low that is 0 or at least 2^-126 give no denormals: no
+    // nonzero number is smaller than 2^-9, and sums are zero or a multiple of 2^-125. (Products treat a
+    // denormal weight as zero, too, but numbers just below 2^-126 are rounded up to it.) Half floats are
+    // never that small, nor are their products with integers in blocks.
     INLINE inline bool read(const RowLayout &row, const uint8_t *heads, int64_t count) {
         const __mmask16 there = (__mmask16)((1u << std::min<int64_t>(COUNT, count)) - 1);
         __m512i words;
@@ -161,7 +161,7 @@ struct Heads {
             [[fallthrough]];
         case SIGNED: l = _mm512_fnmadd_ps(s, _mm512_set1_ps((float)(1 << (row.bits - 1))), l); break;
         }
-        const auto below = [](__m512 v, int bits) {  // less one: zero becomes the largest
+        const auto below = [](__m512 v, int bits) {  // minus one: zero becomes the largest
             const __m512i size = _mm512_and_si512((__m512i)v, _mm512_set1_epi32(0x7fffffff));
             const __m512i one = _mm512_set1_epi32(1);
             return _mm512_cmplt_epu32_mask(_mm512_sub_epi32(size, one), _mm512_set1_epi32(bits - 1));
@@ -190,7 +190,7 @@ struct Heads {
 static INLINE inline f32x16 weights_of(f32x16 scale, f32x16 numbers, f32x16 low) {
 #if defined(__FMA__) || defined(__AVX512F__)
     return fma(scale, numbers, low);
-#else  // the product and the sum are exact in double, or the sum is as far from a tie as in a float
+#else  // the product and the sum are exact in double, or the sum is as far from a tie as in float
     typedef double f64x16 __attribute__((vector_size(128)));
     const auto wide = [](f32x16 v) { return __builtin_convertvector(v, f64x16); };
     return __builtin_convertvector(wide(scale) * wide(numbers) + wide(low), f32x16);
@@ -239,7 +239,7 @@ static INLINE inline void whole_group(T *out, const uint8_t *codes, const Head &
 
 template <int CODE, typename T>
 static INLINE inline void whole_block(T *out, const uint8_t *block, const BlockHeads<CODE> &heads) {
-#pragma GCC unroll 8  // so that shifts are constants
+#pragma GCC unroll 8  // makes the shifts constants
     for (int i = 0; i < BLOCK / 32; i++) {
         const u8x32 codes = block_codes<CODE>(block, i);
         for (int half = 0; half < 2; half++) {
@@ -265,7 +265,7 @@ static __attribute__((noinline)) void short_group(T *out, const uint8_t *codes, 
 
 #if defined(__AVX512BF16__)
 
-// A group's weights, in steps of 32 along K.
+// The weights of a group, in steps of 32 along K.
 template <int BITS, int CODE, int GROUP> struct Group;
 
 template <int CODE, int GROUP> struct Group<8, CODE, GROUP> {
@@ -277,7 +277,7 @@ template <int CODE, int GROUP> struct Group<8, CODE, GROUP> {
     INLINE inline __m512bh step(int i) const {
         const uint8_t *at = codes + 32 * i;
         __m512 numbers[2];
-        if constexpr (CODE == FP8) {  // as from_fp8, all 32 at once
+        if constexpr (CODE == FP8) {  // like from_fp8, all 32 at once
             __m512i halves = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)at));
             halves = _mm512_and_si512(_mm512_slli_epi16(halves, 7), _mm512_set1_epi16((short)0xbf80));
             numbers[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
@@ -290,8 +290,8 @@ template <int CODE, int GROUP> struct Group<8, CODE, GROUP> {
     }
 };
 
-// The sixteen weights that there are, found by their codes. They are there twice, so that the bit
-// above a code may be anything.
+// The sixteen possible weights, indexed by code. They are stored twice, so that the bit above a code is
+// ignored.
 template <int CODE, int GROUP> struct Group<4, CODE, GROUP> {
     const uint8_t *codes;
     __m512i weights;
@@ -318,11 +318,11 @@ template <int CODE, int GROUP> struct Group<4, CODE, GROUP> {
     }
 };
 
-// A block's weights. Where sixteen or 32 codes share a scale, they are places among the weights that there are.
+// A block's weights. If sixteen or 32 codes share a scale, codes index a table of the possible weights.
 template <int CODE> struct Group<0, CODE, BLOCK> {
     const uint8_t *block;
     const BlockHeads<CODE> *heads;
-    __m512 numbers;  // of codes of 4 bits
+    __m512 numbers;  // that 4-bit codes stand for
     Group() = default;
     INLINE inline Group(const uint8_t *block, const BlockHeads<CODE> &heads, int, __m512 numbers)
         : block(block), heads(&heads), numbers(numbers) {}
@@ -406,14 +406,14 @@ static inline void unpack_blocks(T *out, const uint8_t *block, const RowLayout &
     }
 }
 
-// One row, `depth` numbers. `fetch(i)` is called for each group, to bring something into the cache.
+// Dequantizes one row of `depth` numbers. Calls `fetch(i)` for each group, for prefetching.
 template <int CODE, int GROUP, typename T, typename Fetch>
 static inline void unpack_row(T *out, const uint8_t *codes, const RowLayout &row, Fetch fetch) {
     if constexpr (in_blocks(CODE)) unpack_blocks<CODE>(out, codes, row, fetch);
     else unpack_groups<CODE, GROUP>(out, codes, row, fetch);
 }
 
-// f(code), a constant, of what is in no blocks.
+// Calls f(code) with the kind of codes as a constant, for formats without blocks.
 template <typename F> static inline void of_code(int format, F f) {
     const int encoding = format >> 8;
     if (encoding == E4M3) f(std::integral_constant<int, FP8>());
@@ -422,7 +422,7 @@ template <typename F> static inline void of_code(int format, F f) {
     else f(std::integral_constant<int, BITS4>());
 }
 
-// f(code, group), both as constants.
+// Calls f(code, group) with both as constants.
 template <typename F> static inline void of_kind(int format, int group, F f) {
     const auto block = [&](auto code) { f(code, std::integral_constant<int, BLOCK>()); };
     switch (format & ~255) {

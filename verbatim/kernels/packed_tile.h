@@ -1,4 +1,4 @@
-// A tile whose weights are made numbers in registers, for rows so few that memory is the limit.
+// A tile with weights that are dequantized in registers, for so few rows that memory bandwidth is the limit.
 #pragma once
 
 #include "packed.h"
@@ -8,8 +8,7 @@
 
 namespace {
 
-// Columns' sums over all of K, each stream fetched ahead. False where the numbers need the slow
-// rounding.
+// Sums of columns over all of K, with each stream prefetched. False: the weights need the slow rounding.
 template <int R, int C, int CODE, int GROUP>
 static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16> &p,
                                       const uint8_t *const (&w)[C], const RowLayout &row,
@@ -22,7 +21,7 @@ static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16>
     OfGroups heads[C];
     bool quick = true;
     int64_t at = 0;
-    // So many groups, from the `i`th of `heads` on.
+    // Adds `count` groups, from the `i`th of `heads` on.
     const auto add = [&](auto count, int i) INLINE {
         const int64_t ahead = at + (at < split ? AHEAD_BYTES : over);
         each<C>([&](auto c) INLINE {
@@ -48,7 +47,7 @@ static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16>
             if constexpr (in_blocks(CODE)) heads[c].read(w[c] + at);
             else quick &= heads[c].read(row, w[c] + row.code_bytes + g * row.head_bytes, count);
         });
-        constexpr int LINE = std::max(1, 64 / BYTES);  // the groups of a line
+        constexpr int LINE = std::max(1, 64 / BYTES);  // groups per cache line
         int i = 0;
         for (; i + LINE <= count; i += LINE) add(std::integral_constant<int, LINE>(), i);
         if (LINE > 1)
@@ -73,7 +72,7 @@ static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16>
     return true;
 }
 
-// As lone_strip: the rows are interleaved. False, with some columns or none stored, where the numbers need the slow rounding.
+// Like lone_strip, for interleaved rows. False, with only some columns stored: they need the slow rounding.
 template <int R, int C, int CODE, int GROUP>
 static NOINLINE bool packed_strip(const Place<bf16> &p, const uint8_t *weights,
                                   const RowLayout &layout, int64_t width, const char *after) {

@@ -1,9 +1,9 @@
 // The noise of a draw: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
 // 3"), keyed by the seed and counted by (id / 4, position, sample index, 0), and its Gumbel transform.
 //
-// One call makes the noise of four neighbouring ids. Eight calls run side by side in 64-bit lanes:
-// only the low half of a lane counts, because a 32 x 32 -> 64 bit product reads nothing else, so the
-// high halves may hold rubbish between the rounds and need no masking.
+// One call computes the noise of four neighbouring ids. Eight calls run side by side in 64-bit lanes. Only
+// the low half of a lane counts, because a 32 x 32 -> 64 bit product reads nothing else, so the high halves
+// may hold garbage between the rounds and need no masking.
 #pragma once
 
 #include <cmath>
@@ -55,9 +55,8 @@ struct Noise {
         return c[id % 4];
     }
 
-    // The random words of the 32 ids from `first` on (a multiple of 4), in the order of the ids.
-    // Lane 2j takes call j and lane 2j + 1 call 4 + j, so that the last step needs no more than an
-    // interleaving of neighbours.
+    // The random words of the 32 ids from `first` on (a multiple of 4), in the order of the ids. Lane 2j
+    // computes call j and lane 2j + 1 call 4 + j, so that the last step only interleaves neighbours.
     void bits32(uint32_t first, u32x16 out[2]) const {
         const u64x8 order = {0, 4, 1, 5, 2, 6, 3, 7};
         u64x8 c0 = order + (uint64_t)(first / 4), c1 = u64x8{} + position;
@@ -89,8 +88,8 @@ static inline float gumbel(uint32_t bits) {
     return (float)-std::log(-std::log1p(-((double)bits + 0.5) * 0x1p-32));
 }
 
-// A cheap number that is at most log2(bits) and at most 0.09 below it: the bits of a float, read as
-// an integer, are its logarithm with straight lines between the powers of two.
+// A cheap number that is at most log2(bits) and at most 0.09 below it: the bits of a float, read as an
+// integer, are its logarithm, interpolated linearly between powers of two.
 static inline f32x16 log2_below(u32x16 bits) {
 #if defined(__AVX512F__)
     f32x16 value = (f32x16)_mm512_cvtepu32_ps((__m512i)bits);

@@ -22,18 +22,18 @@ static inline void store_up_to(float *p, f32x16 v, int64_t n) {
     else store_first(p, v, (int)n);
 }
 
-// The first of the writes of sequence s.
+// The index of the first state write of sequence s.
 int64_t first_write(const StateRows &at, int64_t s) {
     return std::lower_bound(at.rows, at.rows + at.writes, at.starts[s]) - at.rows;
 }
 
-// Whether the state behind the first row of sequence s is written.
+// Whether the state after the first row of sequence s is written.
 bool is_written(const StateRows &at, int64_t s) {
     const int64_t write = first_write(at, s);
     return write < at.writes && at.rows[write] == at.starts[s];
 }
 
-// Columns `first` to `first + 16 * N` of one head of one sequence; `count` of them exist.
+// Runs columns `first` to `first + 16 * N` of one head of one sequence; `count` of them exist.
 template <int N>
 void run_columns(const Recurrence &a, const StateRows &at, int64_t s, int64_t head, int64_t first,
                  int64_t count, float *memory) {
@@ -64,7 +64,7 @@ void run_columns(const Recurrence &a, const StateRows &at, int64_t s, int64_t he
                 seen[c] = fma(x, splat(k[i]), seen[c]);
             }
     };
-    bool ready = false;  // the row's decay is applied already
+    bool ready = false;  // the row's decay has been applied
     for (int64_t t = begin; t < end; t++) {
         if (!ready) decay_and_see(t);
         const int64_t at_row = (t * a.heads + head) * a.width + first;
@@ -77,7 +77,7 @@ void run_columns(const Recurrence &a, const StateRows &at, int64_t s, int64_t he
         const float *k = key(a.k, t), *q = key(a.q, t);
         const bool written = write < at.writes && at.rows[write] == t;
         ready = t + 1 < end && !written;
-        if (ready) {  // with what the next row begins with, in one go through the state
+        if (ready) {  // with the first steps of the next row, in one pass over the state
             const float *next = key(a.k, t + 1), *d = decay_of(t + 1);
             for (int64_t i = 0; i < a.depth; i++)
                 for (int c = 0; c < N; c++) {
@@ -106,8 +106,8 @@ void run_columns(const Recurrence &a, const StateRows &at, int64_t s, int64_t he
     }
 }
 
-// As `run_columns`, of a sequence with one row whose state is written, as decode has: the state is read from
-// one slot and written to the other, without a copy between. The operations of each element are the same.
+// Like `run_columns`, for a sequence with one row and a state write, as in decode: the state is read from one
+// slot and written directly to the other. The operations of each element are the same.
 template <int N>
 void run_row(const Recurrence &a, const StateRows &at, int64_t s, int64_t head, int64_t first,
              int64_t count, bool stream) {
@@ -146,8 +146,8 @@ void run_row(const Recurrence &a, const StateRows &at, int64_t s, int64_t head, 
     for (int c = 0; c < N; c++) store_up_to(a.out + at_row + c * LANES, out[c], count - c * LANES);
 }
 
-// Heads `first` to `last` of a single column each, with lanes over the rows of their states, which go to
-// where they are written.
+// Runs heads `first` to `last`, which have a single column each; lanes are the rows of their states. States
+// that are written go directly to their targets.
 void run_single(const Recurrence &a, const StateRows &at, int64_t s, int64_t first, int64_t last,
                 float *memory, bool stream) {
     const int64_t begin = at.starts[s], end = at.starts[s + 1], group = a.heads / a.key_heads;
@@ -190,8 +190,8 @@ void run_single(const Recurrence &a, const StateRows &at, int64_t s, int64_t fir
 }
 
 constexpr int64_t COLUMNS = 4 * LANES;   // of a piece: 128 rows of it are 32 KB
-constexpr int64_t HEADS = 64;            // of a single column, that a thread takes at once
-constexpr int64_t STREAMED = 1 << 17;  // floats; fewer may still be in the caches at the next step
+constexpr int64_t HEADS = 64;            // of a single column, run by one task
+constexpr int64_t STREAMED = 1 << 17;  // floats; smaller states may still be in the caches at the next step
 
 // Calls f with the number of vectors of `count` columns, a constant of 1 to 8, and with `count`.
 template <int N = 1, typename F> void with_vectors(int64_t count, F f) {
@@ -235,14 +235,14 @@ void vb::run_recurrence(const Recurrence &a, const StateRows &at, int threads) {
 
 namespace {
 
-// Channels `first` to `first + 16` of one sequence, of which `count` exist; taps[width, 16] are theirs.
+// Convolves channels `first` to `first + 16` of one sequence, of which `count` exist, with taps[width, 16].
 template <typename T>
 void convolve_channels(float *out, const T *x, const float *taps, f32x16 bias, T *state,
                        const StateRows &at, int64_t channels, int64_t width, int64_t s, int64_t first,
                        int64_t count) {
     const int64_t begin = at.starts[s], end = at.starts[s + 1], before = width - 1;
     int64_t write = first_write(at, s);
-    // The input of row `t`, which may be before the first one: [before, channels] are in the state.
+    // The input of row `t`. Those before the sequence's first row are in its state, [before, channels].
     auto input = [&](int64_t t) {
         return t < begin ? state + (at.sources[s] * before + before + t - begin) * channels + first
                          : x + t * channels + first;
@@ -287,7 +287,7 @@ void vb::convolve(float *out, const T *x, const void *weight, bool weight_f32, c
     });
 }
 
-// As `linear_recurrence` in verbatim/kv/recurrence.py, whose names these are.
+// As `linear_recurrence` in verbatim/kv/recurrence.py, with the same names.
 extern "C" void vb_linear_recurrence(float *out, const float *q, const float *k, const float *v,
                                      const float *decay, const float *beta, float *state,
                                      const int32_t *starts, const int32_t *sources,
@@ -300,7 +300,7 @@ extern "C" void vb_linear_recurrence(float *out, const float *q, const float *k,
     run_recurrence(a, {starts, sources, rows, targets, sequences, writes}, threads);
 }
 
-// As `weighted_mean` there. Both exponents are at most 0, as the larger one of them is subtracted.
+// As `weighted_mean` in verbatim/kv/recurrence.py. Exponents are at most 0, as the larger one is subtracted.
 extern "C" void vb_weighted_mean(float *out, const float *key, const float *value, const float *first,
                                  const float *decay, float *state, const int32_t *starts,
                                  const int32_t *sources, const int32_t *rows, const int32_t *targets,
@@ -334,7 +334,7 @@ extern "C" void vb_weighted_mean(float *out, const float *key, const float *valu
     });
 }
 
-// As `causal_conv` there.
+// As `causal_conv` in verbatim/kv/recurrence.py.
 #define EXPORT_CONV(name, T)                                                                       \
     extern "C" void name(float *out, const T *x, const void *weight, int weight_f32, const T *bias, \
                          T *state, const int32_t *starts, const int32_t *sources,                  \

@@ -1,14 +1,14 @@
 // Recurrent operations over the rows of many sequences: causal convolution and linear recurrences.
 //
-// A sequence's rows are computed one after another; threads share sequences, heads and columns, which do
-// not depend on one another. So the bits of a row depend on the state before it and on the row alone.
+// The rows of a sequence are computed one after another; threads share sequences, heads and columns, which
+// are independent. So the bits of a row depend on the state before it and on the row alone.
 #pragma once
 
 #include "simd.h"
 
 namespace vb {
 
-// Which state each sequence begins with, and after which rows it is written where.
+// The initial state slot of each sequence, and after which rows states are written to which slots.
 struct StateRows {
     const int32_t *starts, *sources, *rows, *targets;
     int64_t sequences, writes;
@@ -21,15 +21,15 @@ struct Recurrence {
     float *state;                           // [slots, heads, depth, width]
     int64_t heads, key_heads, depth, width;
     bool decay_by_row;            // decay is [rows, heads, depth]
-    const float *rate = nullptr;  // [heads, depth], for a width of 1: the decay is exp(decay * rate)
+    const float *rate = nullptr;  // [heads, depth], only for a width of 1: the decay is exp(decay * rate)
 
     int64_t state_at(int64_t slot, int64_t head) const { return (slot * heads + head) * depth * width; }
 };
 
 void run_recurrence(const Recurrence &a, const StateRows &at, int threads);
 
-// As `causal_conv` there: out[rows, channels] of x, with weight[channels, width], in T or float, and
-// bias[channels] or null.
+// As `causal_conv` in verbatim/kv/recurrence.py: out[rows, channels] of x, with weight[channels, width], in T
+// or float, and bias[channels] or null.
 template <typename T>
 void convolve(float *out, const T *x, const void *weight, bool weight_f32, const T *bias, T *state,
               const StateRows &at, int64_t channels, int64_t width, int threads);

@@ -1,6 +1,6 @@
-// Rows of logits to token ids and log-probs; `verbatim/sampling/sampler.py` is the plain reference.
+// Rows of logits to token ids and log-probs; `verbatim/sampling/sampler.py` has the plain reference.
 //
-// One thread takes a whole row, so nothing about a row can depend on the rows beside it.
+// One thread computes a whole row, so a row's result can't depend on other rows.
 
 #include "philox.h"
 #include "sampling.h"
@@ -15,9 +15,9 @@ static bool ahead(float score, int64_t id, float best, int64_t best_id) {
 
 // argmax(y + noise) over a whole row; `top` is the id of the largest logit.
 //
-// A token whose logit lies d below the best score so far needs a noise of d or more to win, hence
-// bits < 2^32 * exp(-d). That is tested on the bits with a margin for every rounding on the way, so
-// only tokens that can't win are ruled out, and the few others get the exact formula.
+// A token with a logit d below the best score so far needs a noise of d or more to win, hence bits < 2^32 *
+// exp(-d). That is tested on the bits with a margin for every rounding on the way, so only tokens that can't
+// win are ruled out, and the few others get the exact formula.
 template <typename View> static int64_t draw(const View &view, const Noise &noise, int64_t top) {
     int64_t best_id = top;
     float best = view.one(top) + gumbel(noise.bits((uint32_t)top));
@@ -29,7 +29,7 @@ template <typename View> static int64_t draw(const View &view, const Noise &nois
             int64_t first = i + 16 * half;
             f32x16 lead = (view.near(first) - splat(best)) * splat(1.442695f);
             f32x16 need = log2_below(bits[half]) - lead;
-            uint32_t mask = at_least(need, limit) ^ 0xffff;  // keeps a NaN: 0 * (1 / tiny) is one
+            uint32_t mask = at_least(need, limit) ^ 0xffff;  // keeps NaN, the value of 0 * (1 / tiny)
             for (; mask; mask &= mask - 1) {
                 int j = __builtin_ctz(mask);
                 if (first + j >= view.n) break;
@@ -47,9 +47,9 @@ template <typename View> static int64_t draw(const View &view, const Noise &nois
     return best_id;
 }
 
-// The same over the survivors of the filters.
+// The same draw over the tokens that survived the filters.
 static int64_t draw(const List &list, const Noise &noise, int64_t vocab, Workspace &w) {
-    if (list.n > 1024) {  // one call for every four ids of the vocabulary is cheaper than one an id
+    if (list.n > 1024) {  // one Philox call per four ids is cheaper than one per listed id
         float *dense = w.spare_y.get();
         std::fill(dense, dense + vocab, -INF);
         for (int64_t i = 0; i < list.n; i++) dense[list.id[i]] = list.y[i];
@@ -69,8 +69,8 @@ static int64_t draw(const List &list, const Noise &noise, int64_t vocab, Workspa
     return best_id;
 }
 
-// The survivors of the filters, in `list`; false where there is no filter. `mass` is the row's total mass
-// where the caller has it, or 0.
+// Collects the tokens that survive the filters in `list`; returns false if there is no filter. `mass` is the
+// row's total mass if it is known, or 0.
 template <typename View>
 static bool filter(const View &view, float max, double mass, const SampleRow &row, List &list,
                    Workspace &w) {
@@ -92,7 +92,7 @@ static bool filter(const View &view, float max, double mass, const SampleRow &ro
     return true;
 }
 
-// The filters and the draw over logits that were already divided by the temperature.
+// Applies the filters and draws, from logits that are already divided by the temperature.
 template <typename View>
 static void sample(const View &view, float max, double mass, SampleRow &row, Workspace &w) {
     Noise noise(row.seed, row.sample_index, row.position);
@@ -124,7 +124,7 @@ static void likeliest(Plain<T> raw, float max, double log_mass, SampleRow &row, 
     }
 }
 
-// Everything after the raw row's mass; `logits` are the edited ones where there are any.
+// Draws from a row with a known raw mass; `logits` are the edited ones, if any.
 template <typename T>
 static void draw_row(Plain<T> logits, float max, double raw_mass, SampleRow &row, Workspace &w) {
     float top = max / row.temperature;
@@ -182,8 +182,8 @@ extern "C" {
 
 using namespace vb::sampling;
 
-// `logits` are float32, or bfloat16 where is_bf16; `stride` counts elements between rows. Results go
-// into `rows`, and the likeliest ids with their log-probs into [num_rows, top_stride] arrays.
+// `logits` are float32, or bfloat16 if `is_bf16`; `stride` counts elements between rows. Results go to
+// `rows`, and the likeliest ids with their log-probs to arrays [num_rows, top_stride].
 void vb_sample_rows(const void *logits, int is_bf16, int64_t stride, int64_t num_rows,
                     int64_t vocab, SampleRow *rows, int32_t *top_ids, float *top_logprobs,
                     int64_t top_stride, int num_threads) {
@@ -195,8 +195,8 @@ void vb_sample_rows(const void *logits, int is_bf16, int64_t stride, int64_t num
                  top_stride, num_threads);
 }
 
-// The ids that survive a row's filters, and the logarithm of their share of the mass. The logits are divided
-// by the temperature. Returns their number; -1 where there is no filter.
+// Writes the ids that survive a row's filters, and the logarithm of their share of the mass. `logits` are
+// already divided by the temperature. Returns the number of ids, or -1 if there is no filter.
 int64_t vb_support(const float *logits, int64_t vocab, const SampleRow *row, int32_t *ids,
                    double *log_mass) {
     Plain<float> view{logits, vocab};
@@ -209,7 +209,7 @@ int64_t vb_support(const float *logits, int64_t vocab, const SampleRow *row, int
     return list.n;
 }
 
-// The noise of ids 0 to vocab - 1, as the draws see it.
+// Writes the noise of ids 0 to vocab - 1, as draws use it.
 void vb_gumbel(uint64_t seed, uint32_t sample_index, uint32_t position, int64_t vocab, float *out) {
     Noise noise(seed, sample_index, position);
     for (int64_t i = 0; i < vocab; i += 32) {

@@ -1,21 +1,21 @@
-// What sampling.cpp gives to other kernels.
+// The functions of sampling.cpp for other kernels.
 #pragma once
 
 #include <cstdint>
 
 namespace vb::sampling {
 
-struct SampleRow {  // field for field the ctypes structure in sampling/fast.py
+struct SampleRow {  // must match the ctypes structure in sampling/fast.py
     uint64_t seed;
     int64_t logits_row;   // several samples may be drawn from one row of logits
-    const float *edited;  // the row after penalties, biases and bans; null: as the model gave it
-    int64_t target;       // report this id and draw nothing; -1: draw
+    const float *edited;  // the row after penalties, biases and bans; null: unchanged
+    int64_t target;       // an id to score without drawing; -1: draw
     int64_t top_k;        // 0: all
     double top_p, min_p;
     float temperature;
     uint32_t sample_index, position;
     int32_t num_top;
-    int32_t id;  // from here on: results
+    int32_t id;  // results from here on
     float logprob, sampled_logprob;
     int32_t found_top;
 };

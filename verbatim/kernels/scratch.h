@@ -1,7 +1,7 @@
-// Memory without values, which a thread keeps from one use to the next.
+// Uninitialized memory that a thread keeps for reuse.
 //
-// What a layer puts down between its products is 15 MB at 512 rows. Taken from the operating system and given
-// back in each layer, page by page, that was a tenth of a prefill.
+// The intermediate results of a layer take 15 MB at 512 rows. Allocating them from the operating system in
+// each layer, page by page, took a tenth of a prefill.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,13 @@
 
 namespace vb {
 
-// A thread's pieces that wait for their next use.
+// A thread's unused pieces of memory.
 class Spare {
     struct Piece {
         void *at;
         int64_t bytes;
     };
-    std::vector<Piece> pieces;  // the one that was given back last at the end
+    std::vector<Piece> pieces;  // the most recently returned one last
     int64_t total = 0;
 
     Piece remove(size_t i) {
@@ -28,13 +28,13 @@ class Spare {
     }
 
   public:
-    static constexpr int64_t MOST = 64 << 20;  // bytes that wait
+    static constexpr int64_t MOST = 64 << 20;  // bytes kept for reuse
 
     ~Spare() {
         for (const Piece &piece : pieces) std::free(piece.at);
     }
 
-    // A piece of at least `bytes`, and at most twice as many, which `bytes` then tells.
+    // Returns a piece of at least `bytes`, and at most twice as many; sets `bytes` to its size.
     void *take(int64_t &bytes) {
         size_t best = pieces.size();
         for (size_t i = pieces.size(); i-- > 0;)
@@ -60,7 +60,7 @@ class Spare {
     }
 };
 
-// Room for `count` values, aligned to cache lines.
+// A buffer of `count` uninitialized values, aligned to cache lines.
 template <typename T> struct Scratch {
     int64_t bytes;
     T *data;

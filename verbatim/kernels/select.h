@@ -1,4 +1,4 @@
-// The tokens that survive top-k, top-p and min-p, found by selection: nothing sorts a vocabulary.
+// The tokens that survive top-k, top-p and min-p, by selection: the vocabulary is never sorted.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace vb::sampling {
 
-// What one thread needs besides its row. Allocated without being written, so that memory which a
-// row's parameters do not ask for is never touched.
+// Buffers of one thread. They are allocated without being written, so that memory which a row's parameters
+// don't need is never touched.
 struct Workspace {
     std::unique_ptr<float[]> y, spare_y;
     std::unique_ptr<int32_t[]> id, spare_id;
@@ -42,14 +42,14 @@ struct List {
 #endif
     }
 
-    // Sixteen entries from i on, and which of them exist.
+    // Loads sixteen entries from i on, and returns the mask of those that exist.
     uint32_t entries(int64_t i, int64_t size, f32x16 &values, i32x16 &ids) const {
         values = load(y + i);
         std::memcpy(&ids, id + i, sizeof ids);
         return size - i < 16 ? (1u << (size - i)) - 1 : 0xffffu;
     }
 
-    // Keep what is above `least`, and what equals it up to place `last_tie`.
+    // Keeps entries above `least`, and those equal to it up to index `last_tie`.
     void keep_from(float least, int64_t last_tie) {
         f32x16 threshold = splat(least), values;
         i32x16 ids;
@@ -68,7 +68,7 @@ static inline i32x16 ids_from(int64_t first) {
     return i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (int32_t)first;
 }
 
-// Every token whose logit is finite and at least `least`.
+// Appends every token with a finite logit of at least `least`.
 template <typename View> static void collect(const View &view, float least, List &list) {
     f32x16 threshold = splat(std::max(least, -FLT_MAX));
     for (int64_t i = 0; i < view.n; i += 16) {
@@ -86,8 +86,8 @@ static float trim(List &list, int64_t k, float *spare) {
     return least;
 }
 
-// The k largest finite logits, and all that tie with the k-th. One pass: a list collects what
-// reaches the k-th largest so far, and is trimmed whenever it has grown fourfold.
+// Finds the k largest finite logits, and all that tie with the k-th. One pass: the list collects what reaches
+// the k-th largest so far, and is trimmed whenever it has grown fourfold.
 template <typename View> static void top_k(const View &view, int64_t k, List &list, Workspace &w) {
     float least = -FLT_MAX;
     int64_t limit = std::max<int64_t>(4 * k, 256);
@@ -104,7 +104,7 @@ template <typename View> static void top_k(const View &view, int64_t k, List &li
     if (list.n > k) trim(list, k, w.spare_y.get());
 }
 
-// Everything at least `p` times as likely as the likeliest.
+// Keeps everything at least `p` times as likely as the likeliest.
 static void min_p(List &list, double max, double p) {
     int64_t kept = 0;
     for (int64_t i = 0; i < list.n; i++) {
@@ -115,14 +115,14 @@ static void min_p(List &list, double max, double p) {
     list.n = kept;
 }
 
-// The fewest tokens, by logit descending and then id ascending, whose masses reach `wanted`.
+// Keeps the fewest tokens, by logit descending and then id ascending, that reach the mass `wanted`.
 //
 // Histograms of the mass over the logits' range narrow the search to the bin in which the threshold
 // is crossed, until that bin is small or all its logits are equal; only then is anything sorted.
 static void top_p(List &list, double max, double wanted, Workspace &w) {
     constexpr int BINS = 1024, SMALL = 256;
-    double before = 0;  // the mass of what comes before the candidates
-    List part{w.spare_y.get(), w.spare_id.get(), list.n};  // the candidates; ids are places in list
+    double before = 0;  // mass before the candidates
+    List part{w.spare_y.get(), w.spare_id.get(), list.n};  // the candidates; ids are indices of `list`
     std::copy(list.y, list.y + list.n, part.y);
     for (int64_t i = 0; i < list.n; i += 16) {
         i32x16 places = ids_from(i);
@@ -140,7 +140,7 @@ static void top_p(List &list, double max, double wanted, Workspace &w) {
         float first = max_lane(high), range = first + max_lane(-low);
         if ((tied = range == 0)) break;
         float bins_per_unit = (BINS - 1) / range;
-        if (!std::isfinite(range) || !std::isfinite(bins_per_unit)) break;  // then sort them all
+        if (!std::isfinite(range) || !std::isfinite(bins_per_unit)) break;  // then sort all of them
         f32x16 scale = splat(bins_per_unit);
         auto place = [&](f32x16 y) { return (splat(first) - y) * scale; };
         double bins[BINS] = {};
@@ -152,7 +152,7 @@ static void top_p(List &list, double max, double wanted, Workspace &w) {
         }
         int bin = 0;
         while (bin < BINS && before + bins[bin] < wanted) before += bins[bin++];
-        if (bin == BINS) return;  // only by rounding: every token is needed
+        if (bin == BINS) return;  // only by rounding: all tokens are needed
         int64_t n = part.n;
         part.n = 0;
         for (int64_t i = 0; i < n; i += 16) {

@@ -59,8 +59,8 @@ static inline void store_first(float *p, f32x16 v, int n) {
     std::memcpy(p, lanes, n * sizeof(float));
 }
 
-// For results that are not read again soon: without reading their lines from memory first. `p` is aligned to
-// 64 bytes. Behind the last one, `finish_stores_past_caches` makes them visible to other threads.
+// Stores results that are not read again soon, without loading their cache lines. `p` is aligned to 64 bytes.
+// After the last store, `finish_stores_past_caches` makes them visible to other threads.
 static inline void store_past_caches(float *p, f32x16 v) {
 #if defined(__AVX512F__)
     _mm512_stream_ps(p, (__m512)v);
@@ -83,7 +83,7 @@ static inline void finish_stores_past_caches() {
 static inline f32x16 to_floats(u8x16 codes) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)codes));
-#else  // in steps of twice the width: gcc takes a longer one apart, byte by byte
+#else  // in steps of twice the width: gcc splits a longer one into bytes
     const u16x16 wide = __builtin_convertvector(codes, u16x16);
     return __builtin_convertvector(__builtin_convertvector(wide, i32x16), f32x16);
 #endif
@@ -110,7 +110,7 @@ static inline float to_float(bf16 x) {
     return float_of((uint32_t)x << 16);
 }
 
-// One of some values in T, or in float.
+// Element i of `values`, which are in T or in float.
 template <typename T> static inline float value_at(const void *values, bool is_f32, int64_t i) {
     return is_f32 ? ((const float *)values)[i] : to_float(((const T *)values)[i]);
 }
@@ -126,7 +126,7 @@ static inline bf16 to_bf16(float x) {
 static inline void put(float *p, float x) { *p = x; }
 static inline void put(bf16 *p, float x) { *p = to_bf16(x); }
 
-// a * b + c with one rounding where the machine has it, with two where it has not.
+// a * b + c, with one rounding if the instruction set has it, else with two.
 static inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -172,7 +172,7 @@ static inline float max_lane(f32x16 v) {
 // Sixteen floats rounded to bf16 as `to_bf16` rounds one.
 static inline u16x16 narrow(f32x16 v) {
 #if defined(__AVX512BF16__)
-    // The instruction takes a denormal number for zero and keeps the bits of a NaN.
+    // The instruction treats denormals as zero and keeps the bits of NaNs.
     constexpr int NANS = 0x81, DENORMAL = 0x20;
     if (__builtin_expect(!_mm512_fpclass_ps_mask((__m512)v, NANS | DENORMAL), 1))
         return (u16x16)_mm512_cvtneps_pbh((__m512)v);
@@ -183,8 +183,8 @@ static inline u16x16 narrow(f32x16 v) {
     return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0u), u16x16);
 }
 
-// For x <= 0: x = n ln 2 + r with |r| <= ln 2 / 2; gives 2^n and exp(r) - 1 (its Taylor series to
-// r^7, short by less than 5e-9). Below -87 the result stays at -87, so that 2^n is a normal number.
+// For x <= 0: x = n ln 2 + r with |r| <= ln 2 / 2; returns exp(r) - 1 (its Taylor series to r^7, error below
+// 5e-9), and 2^n in `power`. An x below -87 is taken as -87, so that 2^n is a normal number.
 static inline f32x16 split_exp(f32x16 x, f32x16 *power) {
     const f32x16 shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     x = x < -87.0f ? splat(-87.0f) : x;
@@ -208,7 +208,7 @@ static inline f32x16 exp_nonpositive(f32x16 x) {
     return x < -87.0f ? splat(0.0f) : fma(power, rest, power);
 }
 
-// tanh(|x|) = -t / (t + 2) with t = exp(-2|x|) - 1, which loses nothing near zero.
+// tanh(|x|) = -t / (t + 2) with t = exp(-2|x|) - 1, which is accurate near zero.
 static inline f32x16 tanh(f32x16 x) {
     i32x16 sign = (i32x16)x & INT32_MIN;
     f32x16 power, rest = split_exp(-2.0f * (f32x16)((i32x16)x ^ sign), &power);

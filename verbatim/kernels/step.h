@@ -1,4 +1,4 @@
-// What all matrix products share: the operands, and one step along K.
+// Common parts of all matrix products: the operands, and one step along K.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace {
 
 using namespace vb;
 
-// f(0), .., f(N - 1), unrolled before the compiler decides what lives in registers.
+// Calls f(0), .., f(N - 1), unrolled before the compiler allocates registers.
 template <typename F, int... I>
 static INLINE inline void each_of([[maybe_unused]] F f, std::integer_sequence<int, I...>) {
     (f(std::integral_constant<int, I>()), ...);
@@ -23,10 +23,10 @@ template <int N, typename F> static INLINE inline void each(F f) {
     each_of(f, std::make_integer_sequence<int, N>());
 }
 
-// Where a product of T is written: rounded to T, or as the floats that its sums are.
+// The output of a product in T: rounded to T, or in float.
 template <typename T> struct Output {
     void *at;
-    bool floats;  // T float: either, and nothing is decided at run time
+    bool floats;  // ignored if T is float, so that nothing is decided at run time
     Output operator+(int64_t n) const {
         return {(char *)at + n * (int64_t)(floats ? sizeof(float) : sizeof(T)), floats};
     }
@@ -42,10 +42,10 @@ static inline void store_all(bf16 *p, f32x16 v) {
     std::memcpy(p, &bits, sizeof bits);
 }
 
-// ---- one step: STEP values of either operand, and their products added to an accumulator ----
+// ---- one step: STEP values of each operand, and their products added to an accumulator ----
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// Sixteen lanes in two registers. Of a vector that is longer than a register gcc keeps each value in memory.
+// Sixteen lanes in two registers. gcc would keep a vector that is longer than a register in memory.
 struct Lanes {
     __m256 low, high;
 };
@@ -108,7 +108,7 @@ static INLINE inline Lanes load_step(const bf16 *p) { return lanes_at(p); }
 static INLINE inline Lanes load_step_first(const bf16 *p, int n) { return lanes_first(p, n); }
 #endif
 
-// What tiles read rows as: where bf16 is widened for each product, once for all columns.
+// The type in which tiles read rows: float where bf16 would be widened for each product.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 template <typename T> using Input = float;
 static inline void copy_inputs(float *to, const bf16 *from, int64_t n) {

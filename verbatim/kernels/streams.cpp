@@ -1,7 +1,7 @@
 // Residual streams of a layer (manifold-constrained hyper-connections, Xie et al. 2026).
 //
 // A row's factors are computed from a matrix product of all its streams. Sums over streams run in the order
-// of `tree_sum` (kv/recurrence.py), so that the torch version has the same bits.
+// of `tree_sum` (kv/recurrence.py), so the torch version is bit-identical.
 
 #include "elementwise.h"
 
@@ -9,9 +9,9 @@ using namespace vb;
 
 namespace {
 
-constexpr int64_t MOST = 8;  // streams
+constexpr int64_t MOST = 8;  // maximum number of streams
 
-// The sum of v[n], which is overwritten.
+// Returns the tree sum of v[n], which is overwritten.
 template <typename V> static inline V tree_sum(V *v, int64_t n) {
     while (n > 1) {
         const int64_t half = n / 2;
@@ -22,7 +22,7 @@ template <typename V> static inline V tree_sum(V *v, int64_t n) {
     return v[0];
 }
 
-// Divide x[n], `step` apart, by its sum and eps.
+// Divides x[n], with elements `step` apart, by its sum plus eps.
 static inline void divide_by_sum(float *x, int64_t n, int64_t step, float eps) {
     float parts[MOST];
     for (int64_t i = 0; i < n; i++) parts[i] = x[i * step];
@@ -30,7 +30,7 @@ static inline void divide_by_sum(float *x, int64_t n, int64_t step, float eps) {
     for (int64_t i = 0; i < n; i++) x[i * step] /= total;
 }
 
-// Replace x[n, n] by the softmax of its rows, made doubly stochastic by Sinkhorn's iterations.
+// Replaces x[n, n] by the softmax of its rows, made doubly stochastic by Sinkhorn's iterations.
 static void balance(float *x, int64_t n, int64_t iterations, float eps) {
     for (int64_t i = 0; i < n; i++) {
         float *row = x + i * n, most = row[0];
@@ -99,9 +99,9 @@ void expand(const T *streams, const T *made, const float *after, const float *be
 
 }  // namespace
 
-// Computes from mixes * scale + base, [(2 + n) n] for each row: the factors of its streams [n, width], whose
-// weighted sum is out [width]; after [n], those of the layer's output; and between [n, n], which mix the
-// streams. Streams that are not mixed have 2 n products, and `between` is null.
+// Computes from mixes * scale + base, [(2 + n) n] per row: the factors of the streams [n, width] in their
+// weighted sum `out` [width]; after [n], the factors of the layer's output; and between [n, n], which mixes
+// the streams. If streams are not mixed, there are 2 n mixes, and `between` is null.
 #define EXPORT_COLLAPSE(name, T)                                                                   \
     extern "C" void name(const float *mixes, const float *scale, const float *base,                \
                          const T *streams, float *after, float *between, T *out, int64_t rows,     \

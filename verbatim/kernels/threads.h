@@ -1,7 +1,7 @@
-// Work that several threads share, and a team of them that stays awake from one piece to the next.
+// Work shared by several threads, and a team of threads that stays awake between pieces of work.
 //
-// A layer is a dozen short pieces. OpenMP takes a microsecond to begin and end one, ten where its
-// threads sleep in between; a team takes a third of one.
+// A layer is a dozen short pieces of work. OpenMP takes a microsecond to begin and end one, and ten if its
+// threads sleep in between; a team takes a third of a microsecond.
 #pragma once
 
 #include <algorithm>
@@ -14,12 +14,12 @@ namespace vb {
 
 class Team {
   public:
-    // Of the thread that hands out its pieces, while it does; null for all others.
+    // Set in the thread that hands out work to a team; null in all others.
     static inline thread_local Team *mine = nullptr;
 
     explicit Team(int size) : size(size) {}
 
-    // f(thread) for each of `threads`, of which the team may have fewer; the caller is one of it.
+    // Calls f(thread) for each of `threads`; the team may be smaller. The caller is a member.
     template <typename F> void run(int threads, F &f) {
         call = [](void *f, int thread) { (*(F *)f)(thread); };
         context = &f, count = threads;
@@ -29,7 +29,7 @@ class Team {
         wait([&] { return left.load(std::memory_order_acquire) == 0; });
     }
 
-    // What the others do until `dismiss`.
+    // The loop of the other members until `dismiss`.
     void serve(int thread) {
         for (uint32_t seen = 0;; seen++) {
             wait([&] { return round.load(std::memory_order_acquire) != seen; });
@@ -44,16 +44,6 @@ class Team {
         round.fetch_add(1, std::memory_order_release);
     }
 
-    const int size;
-
-  private:
-    // Pieces follow one another within microseconds. Where they don't, somebody else wants the processor.
-    template <typename Done> static void wait(Done done) {
-        for (int i = 0; !done(); i++) {
-            if (i > 2000) std::this_thread::yield();
-            else pause();
-        }
-    }
     static void pause() {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
@@ -62,6 +52,16 @@ class Team {
 #endif
     }
 
+    const int size;
+
+  private:
+    // Pieces follow one another within microseconds; otherwise, another program may need the processor.
+    template <typename Done> static void wait(Done done) {
+        for (int i = 0; !done(); i++) {
+            if (i > 2000) std::this_thread::yield();
+            else pause();
+        }
+    }
     void (*call)(void *, int) = nullptr;
     void *context = nullptr;
     int count = 0;
@@ -69,13 +69,13 @@ class Team {
     alignas(64) std::atomic<int> left{0};
 };
 
-// As many threads as there are processors to run them: more would wait for one another.
+// At most as many threads as there are processors: more would wait for one another.
 static inline int threads_at_once(int threads) {
     static const int processors = omp_get_num_procs();
     return std::min(threads, processors);
 }
 
-// f(thread) for each of `threads` threads; there may be fewer.
+// Calls f(thread) for each of `threads`; there may be fewer threads.
 template <typename F> static inline void parallel(int threads, F f) {
     if (threads <= 1) return f(0);
     if (Team *team = Team::mine) return team->run(threads, f);
@@ -83,7 +83,7 @@ template <typename F> static inline void parallel(int threads, F f) {
     for (int t = omp_get_thread_num(); t < threads; t += omp_get_num_threads()) f(t);
 }
 
-// f(i) for all i below `count`, in runs of neighbours, one for each thread.
+// Calls f(i) for all i below `count`, in runs of adjacent ones, one run per thread.
 template <typename F> static inline void parallel_for(int64_t count, int threads, F f) {
     threads = (int)std::max<int64_t>(1, std::min<int64_t>(count, threads));
     parallel(threads, [&](int thread) {
@@ -91,10 +91,10 @@ template <typename F> static inline void parallel_for(int64_t count, int threads
     });
 }
 
-// Pieces 0 to `count`, neighbours of which lie beside one another in memory. Each thread goes through a
-// range of its own, so that what it fetches ahead is what it wants next, and then helps the others.
-// `edge(t, threads)` is where the range of thread t begins, and that of thread t - 1 ends.
-// `begin(thread)` gives what it runs them by: f(n, end), `end` being where the range of piece n ends.
+// Runs pieces 0 to `count`; pieces with adjacent numbers are adjacent in memory. Each thread goes through a
+// range of its own, so that what it prefetches is what it needs next, and then helps the others. `edge(t,
+// threads)` is the beginning of the range of thread t, and the end of that of thread t - 1. `begin(thread)`
+// returns the function that runs its pieces: f(n, end), with the end of the range of piece n.
 template <typename E, typename F>
 static inline void share_out(int64_t count, int threads, E edge, F begin) {
     constexpr int MOST_THREADS = 256;
@@ -119,21 +119,21 @@ static inline void share_out(int64_t count, int threads, E edge, F begin) {
     });
 }
 
-// The same with ranges of equal length.
+// The same, with ranges of equal length.
 template <typename F> static inline void share_out(int64_t count, int threads, F begin) {
     const auto edge = [=](int64_t t, int threads) { return count * t / threads; };
     share_out(count, threads, edge, begin);
 }
 
-// How many threads so many multiplications with so many weights take. Waking the others costs some microseconds, and many more where
-// other programs want the processor too; a product of that length runs where it is. `threads` 0 takes
-// OpenMP's number.
+// The number of threads for a product of so many multiplications and weights. Waking the others costs some
+// microseconds, and many more if other programs use the processors; a product that takes no longer runs on
+// one thread. `threads` 0 takes OpenMP's number.
 static inline int threads_for(int64_t products, int64_t numbers, int threads) {
     if (numbers < (1 << 19) && products < (1 << 22)) return 1;
     return threads > 0 ? threads : omp_get_max_threads();
 }
 
-// f(), whose `parallel` pieces of at most `threads` threads go to a team.
+// Calls f(); its calls of `parallel` run on a team of at most `threads` threads.
 template <typename F> static inline void with_team(int threads, F f) {
     threads = threads_at_once(threads);
     if (threads <= 1 || Team::mine || omp_in_parallel()) return f();

@@ -1,9 +1,8 @@
-// Tiles of a product with w[N, K]: a few rows by two to four columns, sixteen float lanes along K
-// for each element, summed at the end by the tree of vb::sum.
+// Tiles of a product with w[N, K]: a few rows times two to four columns. An element has sixteen float lanes
+// along K, summed at the end by the tree of vb::sum.
 //
-// Whatever way the weights come (from where they lie, from a panel they were unpacked to, or out of
-// few bits in registers), an element is the same steps along K in the same order, so it has the same
-// bits.
+// Wherever the weights come from (read in place, unpacked to a panel, or dequantized in registers), an
+// element is computed by the same steps along K in the same order, so it has the same bits.
 #pragma once
 
 #include "step.h"
@@ -31,11 +30,11 @@ static inline f32x16 add_neighbours(f32x16 a, f32x16 b) {
            PICK(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
 }
 
-// A row of three columns has the places of four, so that sixteen sums are whole rows.
+// A row of three columns takes the space of four, so that sixteen sums are whole rows.
 constexpr int places(int cols) { return cols == 3 ? 4 : cols; }
 
-// A tile's accumulators: R rows by C columns, row by row. Four are summed at a time, so there are a
-// few more where that does not come out even.
+// The accumulators of a tile: R rows by C columns, row by row. Four are summed at a time, so their number is
+// rounded up to a multiple of four.
 template <int R, int C> struct Accumulators {
     static constexpr int WIDTH = places(C), COUNT = R * WIDTH, FOURS = (COUNT + 3) / 4;
     Lanes at[FOURS][4];
@@ -45,7 +44,7 @@ template <int R, int C> struct Accumulators {
     }
 };
 
-// Sixteen sums, from four times FIRST on.
+// Sixteen sums, of the accumulators from 4 * FIRST on.
 template <int FIRST, int FOURS> static INLINE inline f32x16 sums(const f32x16 (&acc)[FOURS][4]) {
     constexpr int LEFT = FOURS - FIRST;
     f32x16 quarter[4];
@@ -60,20 +59,20 @@ template <int FIRST, int FOURS> static INLINE inline f32x16 sums(const f32x16 (&
     return add_neighbours(add_pairs(quarter[0], quarter[1]), add_pairs(quarter[2], quarter[3]));
 }
 
-// ---- where tiles read and write ----
+// ---- operands and outputs of tiles ----
 
-// A panel of rows against a strip of columns. It is made once for many tiles: to write it for each and
-// read it back at once would hold every tile up until the one before it is done.
+// A panel of rows and a strip of columns. It is created once for many tiles: storing it for each and loading
+// it immediately would delay every tile until the one before it is done.
 template <typename T> struct Place {
     const Input<T> *x;              // element k of row r at r * x_row + k * x_step, k a whole number of steps
-    int64_t x_row, x_step;   // STEP and the number of rows where they are interleaved
+    int64_t x_row, x_step;   // if interleaved: STEP and the number of rows
     int64_t depth;
     const T *bias;  // of the first column, or null
     Output<T> out;  // of the first row and column
     int64_t out_stride;
 };
 
-// A tile's columns: the first one, and how far it is to the next. Those from the `count`th on do not
+// The columns of a tile: the first one, and the distance to the next. Those from the `count`th on don't
 // exist: they repeat the last one and are not stored.
 struct Columns {
     int64_t first, apart;
@@ -128,16 +127,16 @@ static INLINE inline void finish_all(const Place<T> &p, const Columns &at,
 }
 #endif
 
-// ---- what is brought into the cache meanwhile ----
+// ---- prefetching ----
 
-constexpr int64_t AHEAD_BYTES = 2048;  // of what comes from memory
-constexpr int64_t NEAR_BYTES = 512;    // of what comes from the second cache
+constexpr int64_t AHEAD_BYTES = 2048;  // distance, for weights from memory
+constexpr int64_t NEAR_BYTES = 512;    // distance, for weights from the L2 cache
 
-// Each is asked for what a tile's columns fetch (`of`), and what they fetch at their end (`beyond`): what
-// lies `next` bytes after it, so that the next tile finds its first weights, too. `bytes` is how far ahead.
+// Prefetchers. `of(col)` is the one for a tile's columns; `beyond(next)` the one for their end, which fetches
+// `next` bytes further on, so that the next tile finds its first weights. `bytes` is the distance.
 
-// LINES lines a step, from `at` on and `column` bytes further for each column; each step goes `advance`
-// bytes on, at most as many as it fetches.
+// Fetches LINES cache lines a step, from `at` on, `column` bytes further for each column; each step advances
+// by `advance` bytes, at most as many as it fetches.
 template <int LINES> struct Later {
     const char *at;
     int64_t advance, column;
@@ -151,7 +150,7 @@ template <int LINES> struct Later {
     }
 };
 
-// Each column's own weights, so many bytes ahead.
+// Fetches each column's own weights, `bytes` ahead.
 struct Ahead {
     int64_t bytes;
     INLINE inline Ahead of(int64_t) const { return *this; }
@@ -164,7 +163,7 @@ struct Ahead {
 
 // ---- tiles ----
 
-// Steps from k to `end`, which is K, or a whole number of steps from k.
+// Runs the steps from k to `end`, which is K, or a whole number of steps after k.
 template <int R, int C, typename Fetch, typename T>
 static INLINE inline void steps(Accumulators<R, C> &acc, const Input<T> *x, int64_t x_row,
                                 int64_t x_step, const T *const (&w)[C], int64_t k, int64_t end,
@@ -190,18 +189,18 @@ static INLINE inline void steps(Accumulators<R, C> &acc, const Input<T> *x, int6
         });
     };
     for (; k + STEP<T> <= end; k += STEP<T>) step([](const auto *at) INLINE { return load_step(at); });
-    if (int rest = (int)(end - k))  // zeros fill the step up: this depends on K alone
+    if (int rest = (int)(end - k))  // pads the step with zeros; this depends on K alone
         step([rest](const auto *at) INLINE { return load_step_first(at, rest); });
 }
 
-// Where the columns' weights begin, `apart` from one to the next.
+// Sets `w` to the beginnings of the columns' weights, which are `apart` elements apart.
 template <int C, typename W>
 static INLINE inline void begins(const W *(&w)[C], const W *first, int64_t apart, int count) {
     each<C>([&](auto c) INLINE { w[c] = first + std::min(c.value, count - 1) * apart; });
 }
 
-// Columns `col` to `col_end` of a strip, over part of K: from `begin` to `end`. All but the last part
-// are whole steps; `kept` has the accumulators between parts.
+// Computes columns `col` to `col_end` of a strip, over the part `begin` to `end` of K. All parts but the last
+// are whole steps; `kept` holds the accumulators between parts.
 template <int R, int C, typename Fetch, typename T>
 static NOINLINE void tiles(const Place<T> &p, const T *weights, int64_t stride, int64_t col,
                            int64_t col_end, int64_t begin, int64_t end, Lanes *kept, Fetch fetch) {
@@ -227,9 +226,9 @@ static NOINLINE void tiles(const Place<T> &p, const T *weights, int64_t stride, 
     }
 }
 
-// C columns at a time that lie a C-th of the strip from one another: as many streams. f is handed the
-// columns, where the first one's weights begin, how many bytes it is from there to the next one's, and
-// how many from any of them to what comes after it in its stream: in the end, the strip at `after`.
+// Processes C columns at a time, a C-th of the strip apart: C streams. Calls f with the columns, the address
+// of the first one's weights, the bytes from there to the next one's, and the bytes from each to what follows
+// in its stream: at the end, the strip at `after`.
 template <int C, typename F>
 static INLINE inline void each_in_streams(int64_t width, const char *first, int64_t stride,
                                           const char *after, F f) {
@@ -242,8 +241,8 @@ static INLINE inline void each_in_streams(int64_t width, const char *first, int6
     }
 }
 
-// A strip from memory against interleaved rows, all of K at a time, each stream fetched ahead. Within the last bytes of a
-// column that means the one after it.
+// Multiplies a strip from memory with interleaved rows, over all of K, each stream prefetched. Near the end
+// of a column, that means the next one.
 template <int R, int C, typename T>
 static NOINLINE void lone_strip(const Place<T> &p, const T *weights, int64_t stride,
                                 int64_t width, const char *after) {

@@ -1,4 +1,4 @@
-// w[K, N], as GPT-2 and gpt-oss store it, as rows of w[N, K], which tiles read (tile.h).
+// Transposition of w[K, N], as stored by GPT-2 and gpt-oss, to rows of w[N, K], which tiles read (tile.h).
 #pragma once
 
 #include "step.h"
@@ -42,13 +42,13 @@ static INLINE inline Words words_of(const bf16 *p, int64_t stride) {
 #endif
 }
 
-// The words of a and b by turns, from place FROM of the result on.
+// Interleaves the words of a and b; returns a vector of the result, from index FROM on.
 template <int FROM, int... I>
 static INLINE inline Words by_turns(Words a, Words b, std::integer_sequence<int, I...>) {
     return __builtin_shufflevector(a, b, ((FROM + I) / 2 + I % 2 * SIDE)...);
 }
 
-// Each stage moves one bit of a word's place from the number of its column to that of its row.
+// Each stage moves one bit of a word's index from its column number to its row number.
 template <typename T>
 static NOINLINE void transpose_block(T *out, int64_t out_stride, const T *w, int64_t stride) {
     constexpr auto all = std::make_integer_sequence<int, SIDE>();
@@ -65,8 +65,8 @@ static NOINLINE void transpose_block(T *out, int64_t out_stride, const T *w, int
     each<SIDE>([&](auto i) INLINE { std::memcpy(out + i * out_stride, &v[i], sizeof v[i]); });
 }
 
-// `width` columns of w[depth, N], whose rows are `stride` apart, to rows `out_stride` apart. Rows are fetched
-// some ahead; what comes after them lies at `after` in the same way, or it is null.
+// Transposes `width` columns of w[depth, N], with rows `stride` apart, to rows `out_stride` apart. Rows are
+// prefetched; those after the last one are at `after` with the same stride, unless it is null.
 template <typename T>
 static void transpose(T *out, int64_t out_stride, const T *w, int64_t stride, int64_t depth,
                       int64_t width, const char *after) {

@@ -1,6 +1,6 @@
-// Matrices in 8 or 4 bits, made numbers again (packed.h).
+// Dequantization of matrices in 8 or 4 bits (packed.h).
 //
-// What is written is read next by matrix products, and is larger than the caches.
+// The output is read next by matrix products, and is larger than the caches.
 
 #include <omp.h>
 
@@ -20,7 +20,7 @@ static void rows_of(T *out, const uint8_t *packed, const RowLayout &row, int64_t
     }
 }
 
-// Waking the other threads takes longer than this many numbers.
+// One thread for so few numbers that waking the others would take longer.
 static int threads_for(int64_t numbers, int threads) {
     if (numbers < (1 << 16)) return 1;
     return threads > 0 ? threads : omp_get_max_threads();
@@ -28,7 +28,7 @@ static int threads_for(int64_t numbers, int threads) {
 
 }  // namespace
 
-// out[rows, depth], bf16 or float. `format` as in matrix.h, `group` 32, 64 or 128. `threads` 0 takes OpenMP's.
+// Dequantizes to out[rows, depth], bf16 or float. format: as in matrix.h. group: 32, 64 or 128.
 extern "C" void vb_unpack_rows(void *out, const uint8_t *packed, int64_t rows, int64_t depth,
                                int format, int group, int out_bf16, int threads) {
     threads = threads_for(rows * depth, threads);

@@ -1,17 +1,14 @@
-"""Attention over KV blocks: a C++ kernel and a plain reference with one contract.
+"""Attention over KV blocks: a C++ kernel and a torch reference with the same interface.
 
-K and V live in stores `[blocks, Hkv, block_size, D]`. A row attends to every position of its
-sequence up to its own, through the sequence's block table. Attention is batch-invariant: the bits of a
-row depend on its query, on the K and V it attends to and on the options; not on the other rows, the
-prompt's chunks, the block numbers or the number of threads. (The two backends agree closely, not bit
-for bit.)
+K and V are in stores `[blocks, Hkv, block_size, D]`. A row attends to every position of its sequence up to
+its own, through the sequence's block table. Attention is batch-invariant: the bits of a row depend on its
+query, its K and V, and the options; not on other rows, chunked prefill, block numbers or the number of
+threads. The two backends agree closely, but are not bit-identical.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +16,10 @@ from torch import Tensor
 from verbatim import kernels
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.functions import SUFFIX, addresses, has_kernels, kernel, run
-from verbatim.kernels.options import AttentionOptions, Packing
-from verbatim.kv.quantized import pack, unpack
+from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.packing import Packing
 from verbatim.kv.recurrence import tree_sum
+from verbatim.quantization.rows import pack_rows, unpack_rows
 
 _TILE = 64  # keys per tile of the reference, at absolute positions
 _MAX_PRODUCTS = 1 << 22  # elements of the reference's largest temporary
@@ -38,15 +36,16 @@ def write_kv(
 ) -> None:
     """Write the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` to the stores.
 
-    Slot `[T]` int64 is block * block_size + offset. Other dtypes are converted to the stores', and rows are
-    quantized with `packing`.
+    `slots` `[T]` int64 are block * block_size + offset. Rows are converted to the stores' dtype, or quantized
+    with `packing`.
     """
     compiled = has_kernels(k_store.device)
+    if compiled:
+        assert k_store.is_contiguous() and v_store.is_contiguous() and slots.is_contiguous()
+        assert slots.dtype == torch.int64 and len(slots) == len(k) == len(v)
     if packing is not None:
         is_supported = k.dtype == v.dtype and k.dtype in SUFFIX
         if compiled and is_supported and k.stride(2) == v.stride(2) == 1:
-            assert k_store.is_contiguous() and v_store.is_contiguous() and slots.is_contiguous()
-            assert slots.dtype == torch.int64 and len(slots) == len(k) == len(v)
             assert k_store.shape[3] == packing.row_bytes(k.shape[2])
             assert v_store.shape[3] == packing.row_bytes(v.shape[2])
             sizes = len(slots), *k_store.shape[1:3], k.shape[2], v.shape[2]
@@ -54,14 +53,14 @@ def write_kv(
             is_bf16, at = k.dtype == torch.bfloat16, addresses(k, v, k_store, v_store, slots)
             run("vb_pack_kv", None, *at, *sizes, strides, is_bf16, packing.bits)
             return
-    if not compiled and kernels.triton_serves(k_store.device):
+    if not compiled and kernels.uses_triton(k_store.device):
         from verbatim.kernels.triton import rope
 
-        if rope.served(k, v, k_store, packing):
+        if rope.supports(k, v, k_store, packing):
             rope.write_kv(k, v, k_store, v_store, slots, packing)
             return
     if packing is not None:
-        k, v = pack(k, packing), pack(v, packing)
+        k, v = pack_rows(k, packing), pack_rows(v, packing)
     if k.dtype != k_store.dtype or v.dtype != v_store.dtype:
         k, v = k.to(k_store.dtype), v.to(v_store.dtype)
     if not compiled or k.stride(2) != 1 or v.stride(2) != 1:
@@ -69,8 +68,6 @@ def write_kv(
         k_store[blocks, :, offsets] = k
         v_store[blocks, :, offsets] = v
         return
-    assert k_store.is_contiguous() and v_store.is_contiguous() and slots.is_contiguous()
-    assert slots.dtype == torch.int64 and len(slots) == len(k) == len(v)
     steps = (x.stride(i) * x.element_size() for x in (k, v) for i in (0, 1))
     widths = (x.shape[3] * x.element_size() for x in (k_store, v_store))
     at, sizes = addresses(k, v, k_store, v_store, slots), (len(slots), *k_store.shape[1:3])
@@ -94,27 +91,52 @@ def paged_attention(
     Args:
         q: `[T, H, Dk]`, float32 or bfloat16; query head h reads KV head h // (H // Hkv).
         k_store, v_store: `[blocks, Hkv, block_size, Dk]` and `[..., Dv]`, contiguous, one dtype.
-        batch: fields of `Batch`.
-        batch_invariant: False allows faster kernels on a GPU that are not batch-invariant.
-        packing: the stores hold uint8 rows of this format, `[blocks, Hkv, block_size, row_bytes]`. Elements
-            are dequantized to the dtype of the queries: for bf16, `unpack`'s float32 is rounded once more, by
-            far less than a quantization step. The kernel unpacks a tile of rows at a time, the reference all
-            blocks of the batch; the bits are those of attention over the unpacked values.
-        value_size: Dv, with `packing`.
+        batch: block tables and lengths of the sequences.
+        batch_invariant: False allows faster GPU kernels that are not batch-invariant.
+        packing: format of the stores' uint8 rows `[blocks, Hkv, block_size, row_bytes]`, or None. Elements
+            are dequantized to the queries' dtype; for bf16 this rounds float32 again, by far less than a
+            quantization step. The bits are those of attention over the dequantized values.
+        value_size: Dv; required with `packing`.
 
     Returns:
         `[T, H, Dv]` in the dtype of `q`.
     """
     stored = q.dtype if packing is not None else k_store.dtype
-    if q.device.type == "cpu" and q.dtype in SUFFIX and stored in SUFFIX:
-        if (attend := kernel("vb_attention")) is not None:
-            return _by_kernel(attend, q, k_store, v_store, batch, options, packing, value_size)
+    attend = kernel("vb_attention") if q.device.type == "cpu" else None
+    if attend is not None and q.dtype in SUFFIX and stored in SUFFIX:
+        num_tokens, heads, key_size = q.shape
+        _, kv_heads, block_size, width = v_store.shape
+        kv_format = int(k_store.dtype == torch.bfloat16) if packing is None else packing.bits
+        value_size = width if packing is None else value_size
+        query_starts, context_lens, block_tables = batch
+        num_sequences, max_blocks = block_tables.shape
+        sinks, alibi = options.sinks, options.alibi
+        assert k_store.shape[1:3] == (kv_heads, block_size) and heads % kv_heads == 0
+        assert packing is not None or k_store.shape[3] == key_size
+        assert k_store.dtype == v_store.dtype
+        assert query_starts.dtype == context_lens.dtype == block_tables.dtype == torch.int32
+        assert len(query_starts) == num_sequences + 1 and len(context_lens) == num_sequences
+        assert k_store.is_contiguous() and v_store.is_contiguous() and block_tables.is_contiguous()
+        assert query_starts.is_contiguous() and context_lens.is_contiguous()
+        assert sinks is None or (len(sinks) == heads and sinks.is_contiguous())
+        assert alibi is None or (len(alibi) == heads and alibi.is_contiguous())
+        if q.stride(2) != 1:
+            q = q.contiguous()
+        out = q.new_empty((num_tokens, heads, value_size))
+        at = addresses(q, out, k_store, v_store, query_starts, context_lens, block_tables)
+        attend(
+            *at,
+            *(num_sequences, max_blocks, *q.stride()[:2], heads, kv_heads, key_size, value_size),
+            *(block_size, options.window, options.chunk, q.dtype == torch.bfloat16, kv_format),
+            *(options.scale, options.softcap, *addresses(sinks, alibi)),
+        )
+        return out
     if packing is None:
         value_size = v_store.shape[3]
-    if kernels.triton_serves(q.device):
+    if kernels.uses_triton(q.device):
         from verbatim.kernels.triton import attention
 
-        if attention.served(q, k_store, value_size, packing):
+        if attention.supports(q, k_store, value_size, packing):
             return attention.paged_attention(
                 q,
                 k_store,
@@ -128,49 +150,9 @@ def paged_attention(
     if packing is not None:
         used, renamed = torch.unique(batch.block_tables, return_inverse=True)
         batch = batch._replace(block_tables=renamed.to(torch.int32))
-        k_store = unpack(k_store[used.long()], q.shape[2], packing).to(q.dtype)
-        v_store = unpack(v_store[used.long()], value_size, packing).to(q.dtype)
+        k_store = unpack_rows(k_store[used.long()], q.shape[2], packing).to(q.dtype)
+        v_store = unpack_rows(v_store[used.long()], value_size, packing).to(q.dtype)
     return reference_attention(q, k_store, v_store, batch, options)
-
-
-def _by_kernel(
-    attend: Callable[..., Any],
-    q: Tensor,
-    k_store: Tensor,
-    v_store: Tensor,
-    batch: AttentionBatch,
-    options: AttentionOptions,
-    packing: Packing | None,
-    value_size: int,
-) -> Tensor:
-    """Compute `paged_attention` by a compiled kernel."""
-    num_tokens, heads, key_size = q.shape
-    _, kv_heads, block_size, width = v_store.shape
-    kv_format = int(k_store.dtype == torch.bfloat16) if packing is None else packing.bits
-    value_size = width if packing is None else value_size
-    query_starts, context_lens, block_tables = batch
-    num_sequences, max_blocks = block_tables.shape
-    sinks, alibi = options.sinks, options.alibi
-    assert k_store.shape[1:3] == (kv_heads, block_size) and heads % kv_heads == 0
-    assert packing is not None or k_store.shape[3] == key_size
-    assert k_store.dtype == v_store.dtype
-    assert query_starts.dtype == context_lens.dtype == block_tables.dtype == torch.int32
-    assert len(query_starts) == num_sequences + 1 and len(context_lens) == num_sequences
-    assert k_store.is_contiguous() and v_store.is_contiguous() and block_tables.is_contiguous()
-    assert query_starts.is_contiguous() and context_lens.is_contiguous()
-    assert sinks is None or (len(sinks) == heads and sinks.is_contiguous())
-    assert alibi is None or (len(alibi) == heads and alibi.is_contiguous())
-    if q.stride(2) != 1:
-        q = q.contiguous()
-    out = q.new_empty((num_tokens, heads, value_size))
-    at = addresses(q, out, k_store, v_store, query_starts, context_lens, block_tables)
-    attend(
-        *at,
-        *(num_sequences, max_blocks, *q.stride()[:2], heads, kv_heads, key_size, value_size),
-        *(block_size, options.window, options.chunk, q.dtype == torch.bfloat16, kv_format),
-        *(options.scale, options.softcap, *addresses(sinks, alibi)),
-    )
-    return out
 
 
 def reference_attention(
@@ -182,8 +164,8 @@ def reference_attention(
 ) -> Tensor:
     """Compute `paged_attention` in torch, on any device; slow.
 
-    It is batch-invariant because all operations are elementwise: sums are trees of additions, as the
-    order of torch's reductions changes with shapes and threads.
+    It is batch-invariant because all operations are elementwise: sums are trees of additions, not torch's
+    reductions, in which the order depends on shapes and threads.
     """
     out = q.new_zeros((q.shape[0], q.shape[1], v_store.shape[3]))
     row_products = q.shape[1] * _TILE * max(q.shape[2], v_store.shape[3])
@@ -214,7 +196,7 @@ def _reference_rows(
     queries = q.float().reshape(rows, *grouped, 1, key_size)
     positions = torch.arange(position, position + rows, device=q.device).reshape(rows, 1, 1, 1)
     lowest = options.lowest_key(positions)
-    # A sink is a logit before the first key, without a value.
+    # A sink acts like a logit before the first key, without a value.
     logits = torch.full((heads,), -torch.inf, dtype=torch.float32, device=q.device)
     if options.sinks is not None:
         logits = options.sinks

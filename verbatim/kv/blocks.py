@@ -11,29 +11,29 @@ from verbatim.batch import SCRATCH_BLOCK
 
 
 def root_key(salt: str | None, adapter: int = 0) -> bytes:
-    """Return the parent key of a prompt's first block; each salt and adapter has its own prefix cache."""
+    """Return the parent key of a first block, which separates prefix caches by salt and adapter."""
     root = hashlib.blake2b(b"" if salt is None else b"salt" + salt.encode()).digest()
     return root if not adapter else hashlib.blake2b(root + b"adapter %d" % adapter).digest()
 
 
 def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the key of a full block, a hash of its ids and of all blocks before it."""
+    """Return the key of a full block, a hash of its token ids and its parent's key."""
     return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=32).digest()
 
 
 class BlockPool:
-    """Allocates block numbers 1 to `num_blocks - 1`; block 0 is scratch. Also allocates slots of states.
+    """Allocates block numbers 1 to `num_blocks - 1`; block 0 is scratch. Also used for slots of states.
 
-    A block is *used* while its reference count is above 0 (samples and equal prefixes share blocks),
-    *cached* if its count is 0 but its contents are indexed by key, and *free* otherwise. When no block
-    is free, cached ones are evicted, least recently used first. A sequence references all blocks up to
-    its last one and returns them last first, so eviction shortens prefixes from their end.
+    A block is *used* while its reference count is above 0 (samples and equal prefixes share blocks), *cached*
+    if its count is 0 but its contents are indexed by key, and *free* otherwise. When no block is free, cached
+    ones are evicted, least recently used first. A sequence references all of its blocks and releases the last
+    one first, so eviction shortens prefixes from their end.
     """
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, num_blocks
         self.num_blocks = num_blocks
-        # A stack: the memory of the last returned block is warm and already mapped.
+        # A stack, as the memory of the last released block is warm and already mapped.
         self._free = list(range(num_blocks - 1, SCRATCH_BLOCK, -1))
         self._ref_counts = [0] * num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -42,7 +42,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that can be taken: free and cached ones."""
+        """Number of free and cached blocks, all of which can be taken."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -70,8 +70,8 @@ class BlockPool:
             self._ref_counts[block] += 1
             self._cached.pop(block, None)
 
-    def give_back(self, blocks: Sequence[int]) -> None:
-        """Decrement the reference counts of a sequence's blocks, given in order."""
+    def release(self, blocks: Sequence[int]) -> None:
+        """Decrement the reference counts of a sequence's blocks, given in sequence order."""
         for block in reversed(blocks):
             assert self._ref_counts[block] > 0, f"block {block} returned twice"
             self._ref_counts[block] -= 1
@@ -89,7 +89,7 @@ class BlockPool:
     def remember(self, block: int, key: bytes) -> int:
         """Index a full, used block by its key, and return the block to use from now on.
 
-        If another block has the same contents, the caller's is returned and that one is shared instead.
+        If another block has the same contents, that one is shared, and the caller's is released.
         """
         indexed = self._by_key.get(key)
         if indexed is None:
@@ -97,7 +97,7 @@ class BlockPool:
             return block
         if indexed != block:
             self.share([indexed])
-            self.give_back([block])
+            self.release([block])
         return indexed
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
@@ -121,14 +121,12 @@ class BlockPool:
             self._discard(block)
 
     def forget_block(self, block: int) -> None:
-        """Remove a block from the index, before its only user writes to it."""
+        """Remove a used block from the index, before its only user writes to it."""
         assert self._ref_counts[block] == 1, block
-        key = self._keys.pop(block, None)
-        if key is not None:
-            del self._by_key[key]
+        self._by_key.pop(self._keys.pop(block, b""), None)
 
     def forget(self) -> None:
-        """Clear the index: cached blocks become free, used ones are not found again."""
+        """Clear the index: cached blocks become free, and used ones can't be found any more."""
         for block in list(self._cached):
             self._discard(block)
         self._by_key.clear()
@@ -137,9 +135,7 @@ class BlockPool:
     def _discard(self, block: int) -> None:
         """Free an unused block and its index entry."""
         self._cached.pop(block, None)
-        key = self._keys.pop(block, None)
-        if key is not None:
-            del self._by_key[key]
+        self._by_key.pop(self._keys.pop(block, b""), None)
         self._free.append(block)
 
     def check(self) -> None:

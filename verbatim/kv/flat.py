@@ -1,4 +1,4 @@
-"""Tensors kept by block or by slot; and blocks as rows of bytes, to be kept elsewhere."""
+"""Tensors indexed by block or slot, and conversion of blocks to rows of bytes, to store them elsewhere."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class BlockStore:
-    """Tensors whose first dimension is the block, or the slot.
+    """Tensors with the block, or the slot, as their first dimension.
 
     Their memory is reserved at once, and committed by the OS when first written.
 
     Attributes:
-        token_axis: the dimension of positions in the tensors of `read_blocks`; None: they have none.
+        token_axis: dimension of positions in the tensors of `read_blocks`, or None.
     """
 
     token_axis: int | None = None
@@ -24,7 +24,6 @@ class BlockStore:
         self.allocate()
 
     def _allocated(self) -> list[Tensor]:
-        """Return new tensors."""
         raise NotImplementedError
 
     @property
@@ -39,7 +38,7 @@ class BlockStore:
     def allocate(self) -> None:
         """Allocate the memory, unless it is allocated."""
         if not self._tensors:
-            with torch.inference_mode(False):  # else they could only be written in inference mode
+            with torch.inference_mode(False):  # else writable in inference mode only
                 self._tensors += self._allocated()
 
     @property
@@ -47,16 +46,16 @@ class BlockStore:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def read_blocks(self, blocks: list[int]) -> list[Tensor]:
-        """Copy whole blocks: tensors of `n` entries each."""
+        """Return copies of whole blocks: one tensor `[n, ...]` for each of `tensors`."""
         return [tensor[blocks] for tensor in self.tensors]
 
     def write_blocks(self, blocks: list[int], contents: list[Tensor]) -> None:
-        """Write whole blocks, given as `read_blocks` returns them."""
+        """Write whole blocks, in the format of `read_blocks`."""
         for tensor, content in zip(self.tensors, contents, strict=True):
             tensor[blocks] = content.to(tensor.device)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to)."""
+        """Copy whole blocks, given as pairs (from, to)."""
         if not copies:
             return
         source = torch.tensor([a for a, _ in copies])
@@ -66,11 +65,7 @@ class BlockStore:
 
 
 class HiddenStore(BlockStore):
-    """One hidden state per position, `[block, position in it, H]`, in the same blocks as K and V.
-
-    Attributes:
-        block_size: positions in a block.
-    """
+    """One hidden state per position, `[block, position in block, H]`, in the same blocks as K and V."""
 
     token_axis = 1
 
@@ -92,14 +87,14 @@ class HiddenStore(BlockStore):
 
     @property
     def rows(self) -> Tensor:
-        """`[blocks * block_size, H]`, by slot (`Batch.slots`)."""
+        """The hidden states `[blocks * block_size, H]`, by slot (`Batch.slots`)."""
         return self.tensors[0].flatten(0, 1)
 
     def write(self, slots: Tensor, hidden: Tensor) -> None:
         """Write `hidden` `[T, H]` at `slots` `[T]`."""
         rows = self.rows
         slots = slots.to(rows.device)
-        rows.index_copy_(0, slots, hidden.to(rows))  # plain indexing would wake all threads
+        rows.index_copy_(0, slots, hidden.to(rows))  # indexing would wake all threads
 
     def read(self, slots: Tensor) -> Tensor:
         """Return a copy of the states at `slots` `[T]`: `[T, H]`."""
@@ -110,10 +105,10 @@ class HiddenStore(BlockStore):
 def read_rows(
     stores: Sequence[BlockStore | None], blocks: list[int], used: int | None = None
 ) -> Tensor:
-    """Copy some blocks of these stores, without those that are None: `[n, bytes]` uint8 on the CPU.
+    """Copy blocks of the stores that are not None to rows `[n, bytes]` uint8 on the CPU.
 
     Args:
-        used: positions of the last block that are copied; the others are zero. None: all.
+        used: number of used positions in the last block; the others are zeroed. None: all.
     """
     parts: list[Tensor] = []
     for store in filter(None, stores):
@@ -128,19 +123,19 @@ def read_rows(
 
 
 def row_bytes(store: BlockStore | None) -> int:
-    """Return the bytes of a block of a store."""
+    """Return the bytes per block of a store; 0 for None."""
     parts = [] if store is None else store.read_blocks([])
     return sum(part.shape[1:].numel() * part.element_size() for part in parts)
 
 
 def write_rows(stores: Sequence[BlockStore | None], blocks: list[int], rows: Tensor) -> None:
-    """Write blocks, given as `read_rows` returns them."""
+    """Write blocks from rows as returned by `read_rows`."""
     begin = 0
     for store in filter(None, stores):
         contents = []
         for like in store.read_blocks([]):
             end = begin + like.shape[1:].numel() * like.element_size()
-            # A copy: a view in another dtype has to begin at a multiple of its size.
+            # A copy: a view in another dtype must begin at a multiple of its size.
             flat = rows[:, begin:end].clone(memory_format=torch.contiguous_format).flatten()
             contents.append(flat.view(like.dtype).view(len(blocks), *like.shape[1:]))
             begin = end

@@ -1,10 +1,10 @@
-"""Sparse attention: an indexer chooses the keys of each row, and attention reads those.
+"""Sparse attention: an indexer chooses the keys of each row, and attention reads only those.
 
-A model with an indexer (DeepSeek Sparse Attention, DeepSeek-AI 2025, arXiv:2512.02556) keeps one more key
-for each token. Its score for a row is a weighted sum over the indexer's heads of relu(query * key); the row
-attends to the keys of the largest scores. Scores are sums in a fixed order in float32, and of equal ones
-the lowest positions are taken, so the choice is a function of the row's sequence alone. Other models choose
-blocks of keys by the best key in each, separately for each group of heads.
+A model with an indexer (DeepSeek Sparse Attention, DeepSeek-AI 2025, arXiv:2512.02556) stores an additional
+index key for each token. Its score for a row is a weighted sum of relu(query * key) over the indexer's heads;
+the row attends to the keys with the largest scores. Scores are float32 sums in a fixed order, and ties go to
+the lowest positions, so the choice depends on the row's sequence alone. Other models choose blocks of keys by
+the best key in each, separately for each group of heads.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import AttentionBatch
-from verbatim.kernels.functions import addresses, has_kernels, run
+from verbatim.kernels.functions import SUFFIX, addresses, has_kernels, run
 from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.recurrence import tree_sum
 
-_TILE = 64  # keys scored at once, at absolute positions
-_MAX_ELEMENTS = 1 << 22  # of the largest temporary
-_MAX_SCORES = 1 << 18  # that are sorted at once, which takes about 32 bytes for each
+_TILE = 64  # keys scored at a time
+_MAX_ELEMENTS = 1 << 22  # elements of the largest temporary
+_MAX_SCORES = 1 << 18  # scores sorted at a time, each with about 32 bytes of temporaries
 
 
 def choose_keys(
@@ -35,31 +35,31 @@ def choose_keys(
 
     Args:
         q: `[T, H, D]`, the indexer's queries.
-        keys_of: returns the index keys in the blocks of a table `[n]`: `[n * block_size, D]` float32.
+        keys_of: function from a block table `[n]` to its index keys `[n * block_size, D]`.
         batch: as for `paged_attention`.
 
     Returns:
-        `[T, G, k]` int32, positions in ascending order, followed by -1 if there are fewer.
+        `[T, G, k]` int32, positions in ascending order, padded with -1.
     """
     width, groups = options.width, options.groups(q.shape[1])
-    # Rows that have no more than `width` keys see all of them.
-    every = torch.arange(0 if options.records else width, dtype=torch.int32, device=q.device)
-    positions = _positions(batch, len(q))[:, None, None]
-    chosen = torch.where(every <= positions, every, -1)
-    chosen = torch.nn.functional.pad(chosen, (0, width - len(every)), value=-1)
+    # Rows with at most `width` keys see all of them.
+    leading = torch.arange(0 if options.records else width, dtype=torch.int32, device=q.device)
+    positions = _rows_of(batch)[1][:, None, None]
+    chosen = torch.where(leading <= positions, leading, -1)
+    chosen = torch.nn.functional.pad(chosen, (0, width - len(leading)), value=-1)
     chosen = chosen.repeat(1, groups, 1)
     starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
     most_rows = _MAX_ELEMENTS // (q.shape[1] * _TILE * q.shape[2])
     rows_at_once = max(1, min(most_rows, _MAX_SCORES // (groups * max(lens))))
     inside = torch.arange(options.block, device=q.device)
-    keys, held = q, -1  # those of sequence `held`
+    keys, loaded = q, -1  # index keys of sequence `loaded`
     for first in range(0, len(q), rows_at_once):
         last = min(first + rows_at_once, len(q))
         spans = [
             (s, begin, end)
             for s, length in enumerate(lens)
             if (begin := max(first, starts[s])) < (end := min(last, starts[s + 1]))
-            and length - (starts[s + 1] - end) > len(every)
+            and length - (starts[s + 1] - end) > len(leading)
         ]
         if not spans:
             continue
@@ -67,8 +67,8 @@ def choose_keys(
         size = last - first, groups, longest
         scores = torch.full(size, -torch.inf, dtype=torch.float32, device=q.device)
         for s, begin, end in spans:
-            if s != held:
-                keys, held = keys_of(batch.block_tables[s].long())[: lens[s]], s
+            if s != loaded:
+                keys, loaded = keys_of(batch.block_tables[s].long())[: lens[s]], s
             weights = None if options.weights is None else options.weights[begin:end]
             rows = scores[begin - first : end - first, :, : lens[s]]
             rows.copy_(index_scores(q[begin:end].float(), weights, keys))
@@ -77,28 +77,29 @@ def choose_keys(
         blocks = _best_blocks(scores.masked_fill_(later, -torch.inf), at, options)
         if options.records:
             ends = blocks * options.block + options.block - 1
-            own = chosen[first:last, :, : ends.shape[-1]]
-            own[:] = torch.where(ends <= at, ends, -1)
+            target = chosen[first:last, :, : ends.shape[-1]]
+            target[:] = torch.where(ends <= at, ends, -1)
             continue
         keys_of_blocks = (blocks[..., None] * options.block + inside).flatten(-2)
         if options.pooled:
             unfinished = (at + 1) // options.block * options.block + inside[:-1]
             unfinished = unfinished.expand(-1, groups, -1)
             keys_of_blocks = torch.cat([keys_of_blocks, unfinished], -1)
-        found = torch.where(keys_of_blocks <= at, keys_of_blocks, -1).int()
-        chosen[first:last] = torch.where(at < len(every), chosen[first:last], found)
+        visible = torch.where(keys_of_blocks <= at, keys_of_blocks, -1).int()
+        chosen[first:last] = torch.where(at < len(leading), chosen[first:last], visible)
     return chosen
 
 
-def _positions(batch: AttentionBatch, num_rows: int) -> Tensor:
-    """Return the position of each row in its sequence, `[T]`."""
-    lengths = batch.query_starts.diff().long()
-    last = (batch.context_lens - batch.query_starts[1:]).long().repeat_interleave(lengths)
-    return last + torch.arange(num_rows, device=last.device)
+def _rows_of(batch: AttentionBatch) -> tuple[Tensor, Tensor]:
+    """Return the sequence of each row, and the row's position in it, `[T]` each."""
+    lengths = batch.query_starts.diff()
+    sequences = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    last = (batch.context_lens - batch.query_starts[1:]).long()[sequences]
+    return sequences, last + torch.arange(len(sequences), device=lengths.device)
 
 
 def _best_blocks(scores: Tensor, at: Tensor, options: IndexOptions) -> Tensor:
-    """Return the blocks that rows at positions `at` `[R, 1, 1]` choose by `scores` `[R, G, L]`, ascending."""
+    """Return the blocks, ascending, chosen by `scores` `[R, G, L]` for rows at positions `at` `[R, 1, 1]`."""
     size = options.block
     if options.pooled:
         scores = scores[..., size - 1 :: size]
@@ -110,22 +111,37 @@ def _best_blocks(scores: Tensor, at: Tensor, options: IndexOptions) -> Tensor:
         behind = at // size - torch.arange(scores.shape[-1], device=at.device)
         local = (behind >= 0) & (behind < options.num_local)
         scores = scores.masked_fill(local, torch.inf)
-    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : options.top_k]
-    return best.sort(dim=-1).values
+    return top_indices(scores, options.top_k)
+
+
+def top_indices(scores: Tensor, count: int) -> Tensor:
+    """Return the indices of the `count` largest scores `[..., L]`, ascending; of equal ones the first.
+
+    NaN counts as infinity.
+    """
+    if scores.shape[-1] <= count:
+        return torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape)
+    scores = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)
+    least = scores.topk(count, sorted=False).values.amin(-1, keepdim=True)
+    above, equal = scores > least, scores == least
+    missing = count - above.sum(-1, keepdim=True)
+    chosen = above | (equal & (equal.cumsum(-1) <= missing))
+    return chosen.nonzero()[:, -1].view(*scores.shape[:-1], count)
 
 
 def index_scores(q: Tensor, weights: Tensor | None, keys: Tensor) -> Tensor:
-    """Score `keys` `[L, D]` for rows `q` `[R, H, D]`, with `weights` `[R, H]` if any: `[R, G, L]` float32.
+    """Return scores `[R, G, L]` of `keys` `[L, D]`, bit-identical with and without kernels.
 
-    The bits are the same with and without kernels.
+    `q` is `[R, H, D]` float32, and `weights` `[R, H]` or None.
     """
     if has_kernels(q.device):
         q, keys = q.contiguous(), keys.contiguous()
+        keys = keys if keys.dtype in SUFFIX else keys.float()
         weights = None if weights is None else weights.contiguous()
         groups = q.shape[1] if weights is None else 1
         out = q.new_empty(len(q), groups, len(keys))
         at = addresses(out, q, keys, weights)
-        run("vb_index_scores", None, *at, *q.shape, len(keys))
+        run("vb_index_scores", keys.dtype, *at, *q.shape, len(keys))
         return out
     tiles = []
     for tile in keys.split(_TILE):
@@ -146,31 +162,31 @@ def attend_to_chosen(
 ) -> Tensor:
     """Run `attention` on the keys in `options.chosen`.
 
-    The chosen rows of the stores are copied, and each query row becomes a sequence over its copies. Bits do
-    not depend on the location of keys, so a row that sees all keys has the bits of `attention`.
+    Each query row becomes a sequence of the stored rows that it has chosen. Results don't depend on the
+    location of keys, so a row that sees all keys is bit-identical to dense attention.
 
     Args:
-        attention: `paged_attention`, or another function of the same arguments.
+        attention: `paged_attention`, or another function with the same arguments.
     """
     chosen = options.chosen
     assert chosen is not None
     if options.window or options.chunk or options.alibi is not None:
-        raise ValueError("attention to chosen keys has no window, no chunks and no ALiBi")
+        raise ValueError("sparse attention does not support windows, chunks or ALiBi")
     groups, top_k = chosen.shape[1:]
     if int(batch.context_lens.max()) <= top_k:
         return attention(q, k_store, v_store, batch, replace(options, chosen=None))
     sinks = [None] * groups if options.sinks is None else options.sinks.chunk(groups)
     heads = torch.arange(k_store.shape[1], device=q.device).chunk(groups)
     outs = [
-        _attend_to_copies(
+        _attend_to_rows(
             attention,
-            own,
-            [(k_store, v_store, some)],
+            queries,
+            [(k_store, v_store, positions)],
             batch,
             replace(options, sinks=sink),
             kv_heads,
         )
-        for own, some, sink, kv_heads in zip(
+        for queries, positions, sink, kv_heads in zip(
             q.chunk(groups, 1), chosen.unbind(1), sinks, heads, strict=True
         )
     ]
@@ -185,7 +201,7 @@ def attend_to_records(
     batch: AttentionBatch,
     options: AttentionOptions,
 ) -> Tensor:
-    """Run `attention` on the keys in each row's window, which are also the values, and on `options.records`.
+    """Run `attention` on the keys in each row's window, which are also values, and on `options.records`.
 
     Args:
         k_store: keys, `[blocks, 1, block_size, D]`.
@@ -193,13 +209,18 @@ def attend_to_records(
     """
     records, window = options.records, options.window
     assert records is not None and window
-    recent = _positions(batch, len(q))[:, None] + torch.arange(1 - window, 1, device=q.device)
+    positions = _rows_of(batch)[1][:, None]
+    recent = positions + torch.arange(1 - window, 1, device=q.device)
+    if isinstance(records, int):
+        count = int(batch.context_lens.max()) // records
+        ends = torch.arange(1, count + 1, dtype=torch.int32, device=q.device) * records - 1
+        records = torch.where(ends <= positions, ends, -1)
     parts = [(k_store, k_store, recent), (v_store, v_store, records)]
     head = torch.zeros(1, dtype=torch.int64, device=q.device)
-    return _attend_to_copies(attention, q, parts, batch, replace(options, window=0), head)
+    return _attend_to_rows(attention, q, parts, batch, replace(options, window=0), head)
 
 
-def _attend_to_copies(
+def _attend_to_rows(
     attention: Callable[..., Tensor],
     q: Tensor,
     parts: list[tuple[Tensor, Tensor, Tensor]],
@@ -207,49 +228,72 @@ def _attend_to_copies(
     options: AttentionOptions,
     heads: Tensor,
 ) -> Tensor:
-    """Run `attention` on copies of rows of several stores, with one softmax for each query row.
+    """Run `attention` on some rows of one or more stores, with one softmax for each query row.
+
+    Each row of a store becomes a separate block. Rows of several stores are copied into one store.
 
     Args:
-        parts: for each store of K and V the positions that rows attend to, `[T, k]`; negative ones are
-            ignored.
-        heads: the KV heads of the queries.
+        parts: (K store, V store, positions `[T, k]` that rows attend to); negative positions are ignored.
+        heads: indices of the KV heads that `q` attends to.
     """
     options = replace(options, chosen=None, records=None)
-    lengths = batch.query_starts.diff().long()
-    sequences = torch.arange(len(lengths), device=q.device).repeat_interleave(lengths)[:, None]
+    sequences = _rows_of(batch)[0][:, None]
     block_size = parts[0][0].shape[2]
+    copies = len(parts) > 1 or (options.sinks is not None and len(heads) > 1)
+    copies |= parts[0][0].shape[:3].numel() >= 2**31  # tables are int32
+    # Without copies, each KV head is a separate sequence with its own table.
+    apart = 1 if copies else len(heads)
     row_bytes = sum(
-        positions.shape[1] * (k_store[0, heads, 0].nbytes + v_store[0, heads, 0].nbytes)
+        positions.shape[1]
+        * (k_store[0, heads, 0].nbytes + v_store[0, heads, 0].nbytes if copies else 8 * apart)
         for k_store, v_store, positions in parts
     )
     rows_at_once = max(1, 4 * _MAX_ELEMENTS // row_bytes)
     outs = []
     for first in range(0, len(q), rows_at_once):
-        some = slice(first, first + rows_at_once)
-        copies: list[tuple[Tensor, Tensor]] = []
+        chunk = slice(first, first + rows_at_once)
+        missing = torch.cat([positions[chunk] for *_, positions in parts], 1) < 0
+        order = missing.byte().argsort(dim=1, stable=True)
+        selected: list[tuple[Tensor, Tensor, Tensor]] = []
         for k_store, v_store, positions in parts:
-            valid = positions[some].clamp(min=0).long()
-            blocks = batch.block_tables[sequences[some], valid // block_size].long()
+            valid = positions[chunk].clamp(min=0).long()
+            blocks = batch.block_tables[sequences[chunk], valid // block_size].long()
             index = (blocks[..., None] * k_store.shape[1] + heads) * block_size
             index += valid[..., None] % block_size
-            k = _rows_of(k_store, index)
-            copies.append((k, k if v_store is k_store else _rows_of(v_store, index)))
-        k, v = (
-            (x[0] if len(x) == 1 else torch.cat(x, 1)).flatten(0, 1).unsqueeze(2)
-            for x in zip(*copies, strict=True)
-        )
-        del copies
-        missing = torch.cat([positions[some] for *_, positions in parts], 1) < 0
-        tables = torch.arange(missing.numel(), dtype=torch.int32, device=q.device)
-        order = missing.byte().argsort(dim=1, stable=True)
-        tables = tables.view(missing.shape).gather(1, order)
-        count = torch.arange(len(missing) + 1, dtype=torch.int32, device=q.device)
-        lens = (~missing).sum(1, dtype=torch.int32)
-        outs.append(attention(q[some], k, v, AttentionBatch(count, lens, tables), options))
+            selected.append((k_store, v_store, index))
+        if copies:
+            k, v = _copy_rows(selected)
+            tables = torch.arange(missing.numel(), device=q.device).view(1, *missing.shape)
+        else:
+            k, v = (store.view(-1, 1, 1, store.shape[3]) for store in selected[0][:2])
+            tables = selected[0][2].movedim(-1, 0)
+        tables = tables.gather(2, order.expand(tables.shape)).transpose(0, 1).flatten(0, 1).int()
+        lens = (~missing).sum(1, dtype=torch.int32).repeat_interleave(apart)
+        count = torch.arange(len(lens) + 1, dtype=torch.int32, device=q.device)
+        rows = q[chunk].unflatten(1, (apart, -1)).flatten(0, 1)
+        out = attention(rows, k, v, AttentionBatch(count, lens, tables.contiguous()), options)
+        outs.append(out.unflatten(0, (-1, apart)).flatten(1, 2))
     return torch.cat(outs)
 
 
-def _rows_of(store: Tensor, index: Tensor) -> Tensor:
-    """Return copies of rows `[..., D]` of a store, by their numbers among those of all blocks and heads."""
+def _copy_rows(sources: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return copies of rows of K and V, in the order of the query rows, as stores with blocks of one row.
+
+    Args:
+        sources: (K store, V store, row indices `[T, k, Hkv]` across blocks and heads).
+    """
+    copies = []
+    for k_store, v_store, index in sources:
+        k = _gather_rows(k_store, index)
+        copies.append((k, k if v_store is k_store else _gather_rows(v_store, index)))
+    k, v = (
+        (x[0] if len(x) == 1 else torch.cat(x, 1)).flatten(0, 1).unsqueeze(2)
+        for x in zip(*copies, strict=True)
+    )
+    return k, v
+
+
+def _gather_rows(store: Tensor, index: Tensor) -> Tensor:
+    """Return copies `[..., D]` of rows of a store, by indices across blocks and heads."""
     rows: Tensor = store.flatten(0, 2).index_select(0, index.flatten())
     return rows.view(*index.shape, store.shape[-1])

@@ -1,4 +1,4 @@
-"""Prefix sharing: reuse of cached blocks, and waiting for prefixes in flight."""
+"""`Prefixes`: sharing of cached blocks between sequences, including blocks still being computed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def block_keys(sequence: Sequence, size: int) -> list[bytes]:
 class Prefixes:
     """Shares the blocks of common prefixes between sequences.
 
-    Only full blocks are shared, and at least one row of a sequence is always computed, for its next
-    token. Excluded are sequences with replayed choices, as their K and V depend on more than the ids, and
-    those of private sessions, with K and V from before the cache was cleared.
+    Only full blocks are shared, and at least one row of a sequence is always computed, for its next token.
+    Sequences with replayed choices are excluded, as their K and V depend on more than the token ids; so are
+    private sessions, as their K and V may date from before the cache was cleared.
 
     Attributes:
         folder: prefixes in files, from earlier runs or evicted; None: memory only. Prefixes of adapters are
-            in memory only, as their numbers differ in another run.
+            not written, as the adapters' numbers may change between runs.
     """
 
     folder: PrefixFolder | None = None
@@ -38,26 +38,25 @@ class Prefixes:
         self.states = states
         self.block_size = block_size
         self.enabled = enabled
-        self.num_hits = 0  # cached tokens found since it was opened
+        self.num_hits = 0  # cached tokens found since the engine was opened
         self._in_flight: dict[bytes, Sequence] = {}  # by key of a block that a prefill will fill
 
     def attach(self, sequence: Sequence, *, load: bool = False) -> None:
         """Attach the longest cached prefix to a sequence without blocks.
 
-        Args:
-            load: also read blocks from files, if there is room for the whole sequence.
+        With `load`, also read blocks from files, if there is room for the whole sequence.
         """
         if not self._is_shareable(sequence):
             return
         keys = self._reusable_keys(sequence)
-        found = self.pool.find(keys)
+        cached = self.pool.find(keys)
         if load and self.folder is not None and not sequence.request.adapter:
-            self._load(self.folder, sequence, keys, found)
-            found = self.pool.find(keys)
-        blocks = found[: self.states.longest(keys[: len(found)])]
-        self._note(sequence, "blocks", keys[: len(blocks)], 0)
+            self._load(self.folder, sequence, keys, cached)
+            cached = self.pool.find(keys)
+        blocks = cached[: self.states.longest_cached(keys[: len(cached)])]
+        self._queue(sequence, "blocks", keys[: len(blocks)], 0)
         if blocks and self.states.enabled:
-            self._note(sequence, "states", keys[len(blocks) - 1 : len(blocks)], len(blocks))
+            self._queue(sequence, "states", keys[len(blocks) - 1 : len(blocks)], len(blocks))
         self.pool.share(blocks)
         self.states.attach(sequence, len(blocks) * self.block_size, keys[: len(blocks)])
         sequence.blocks = blocks
@@ -65,46 +64,46 @@ class Prefixes:
         sequence.num_indexed = len(blocks)
 
     def _load(
-        self, folder: PrefixFolder, sequence: Sequence, keys: list[bytes], found: list[int]
+        self, folder: PrefixFolder, sequence: Sequence, keys: list[bytes], in_memory: list[int]
     ) -> None:
-        """Cache the blocks of a prefix that are in files, after the blocks `found` in memory."""
-        self.pool.share(found)  # so that they are not evicted
-        needed = -(-sequence.num_tokens // self.block_size) - len(found)
+        """Load the blocks of a prefix that are in files and follow the blocks `in_memory`."""
+        self.pool.share(in_memory)  # protects them from eviction
+        needed = -(-sequence.num_tokens // self.block_size) - len(in_memory)
         if self.pool.num_free >= needed and self.states.num_free(3) == 3:
-            usable = len(found) + folder.leading(keys[len(found) :])
+            usable = len(in_memory) + folder.count_leading(keys[len(in_memory) :])
             cached = self.states.pool.has
             while self.states.enabled and usable and not cached(keys[usable - 1]):
                 if folder.has("states", keys[usable - 1]):
                     break
                 usable -= 1
-            count = len(found) + folder.load("blocks", keys[len(found) : usable])
+            count = len(in_memory) + folder.load("blocks", keys[len(in_memory) : usable])
             if self.states.enabled and count >= usable > 0 and not cached(keys[usable - 1]):
                 folder.load("states", keys[usable - 1 : usable])
-        self.pool.give_back(found)
+        self.pool.release(in_memory)
 
-    def _note(self, sequence: Sequence, kind: str, keys: list[bytes], first: int) -> None:
-        """Queue cache entries to be written to files, if there is a folder."""
+    def _queue(self, sequence: Sequence, kind: str, keys: list[bytes], first: int) -> None:
+        """Queue cache entries for writing, if there is a folder."""
         if self.folder is not None and keys and not sequence.request.adapter:
-            self.folder.note(kind, keys, first)
+            self.folder.queue(kind, keys, first)
 
     def is_in_flight(self, sequence: Sequence) -> bool:
-        """Return whether another sequence will compute the next block of its prefix, or a state in it."""
+        """Return whether another sequence will compute the next block, or a state, of its prefix."""
         if not self._in_flight or not self._is_shareable(sequence):
             return False
         keys = self._reusable_keys(sequence)
         missing = keys[len(self.pool.find(keys)) :]
         return any(key in self._in_flight for key in missing[: None if self.states.enabled else 1])
 
-    def promise(self, sequence: Sequence) -> None:
+    def register(self, sequence: Sequence) -> None:
         """Register the blocks of a starting prefill as in flight."""
         if self._is_shareable(sequence):
             uncomputed = block_keys(sequence, self.block_size)[len(sequence.blocks) :]
-            if self.states.enabled:  # other sequences can continue only where a state is cached
+            if self.states.enabled:  # other sequences can only continue from a cached state
                 uncomputed = self._reusable_keys(sequence)[len(sequence.blocks) :][-1:]
             for key in uncomputed:
                 self._in_flight.setdefault(key, sequence)
 
-    def computed(self, sequence: Sequence) -> None:
+    def index_blocks(self, sequence: Sequence) -> None:
         """Index newly full blocks."""
         full = sequence.num_computed // self.block_size
         first = sequence.num_indexed
@@ -113,25 +112,25 @@ class Prefixes:
         keys = block_keys(sequence, self.block_size)
         for i in range(first, full):
             block = self.pool.remember(sequence.blocks[i], keys[i])
-            if block != sequence.blocks[i]:  # another sequence's, which may lack draft cache
+            if block != sequence.blocks[i]:  # another sequence's block, which may lack draft cache
                 sequence.blocks[i] = block
                 sequence.truncate_draft_cache(i * self.block_size)
         sequence.num_indexed = full
-        self._note(sequence, "blocks", keys[first:full], first)
+        self._queue(sequence, "blocks", keys[first:full], first)
         self._snapshot(sequence, first, full)
         self._drop(sequence, keys[first:full])
 
-    def withdraw(self, sequence: Sequence) -> None:
+    def unregister(self, sequence: Sequence) -> None:
         """Unregister a sequence that lost its blocks."""
         sequence.num_indexed = 0
         if sequence.snapshot is not None and self.states.pool.has(sequence.snapshot):
-            self._note(sequence, "states", [sequence.snapshot], len(sequence.keys))
+            self._queue(sequence, "states", [sequence.snapshot], len(sequence.keys))
         self._drop(sequence, sequence.keys)
 
     def snapshots(self, sequence: Sequence, end: int) -> list[int]:
-        """Return the numbers of tokens after which to cache the state, in a prefill up to `end`.
+        """Return the numbers of tokens after which the state is cached, in a prefill up to `end`.
 
-        They are the last full block of the prompt, and the block where it departs from a cached prompt.
+        They are the ends of the prompt's last full block and of its longest cached prefix.
         """
         if not self.states.enabled or not self._is_shareable(sequence):
             return []
@@ -144,7 +143,7 @@ class Prefixes:
     def _snapshot(self, sequence: Sequence, first: int, full: int) -> None:
         """Cache the states that were written at the ends of blocks `first` to `full`.
 
-        Of the states in the completion only the latest is kept, for the next turn of a conversation.
+        Only the last state within the completion is kept, for the next turn of a conversation.
         """
         for position in sorted(sequence.states):
             blocks, offset = divmod(position, self.block_size)
@@ -157,7 +156,7 @@ class Prefixes:
                     self.states.pool.drop(sequence.snapshot)
                 sequence.snapshot = key  # the last snapshot is written to a file
             else:
-                self._note(sequence, "states", [key], blocks)
+                self._queue(sequence, "states", [key], blocks)
 
     def forget(self) -> None:
         """Clear the cache; running sequences keep what they use."""
@@ -165,7 +164,7 @@ class Prefixes:
         self.states.pool.forget()
 
     def _drop(self, sequence: Sequence, keys: list[bytes]) -> None:
-        """Unregister those of the keys that the sequence was to compute."""
+        """Unregister the keys that the sequence has in flight."""
         for key in keys if self._in_flight else ():
             if self._in_flight.get(key) is sequence:
                 del self._in_flight[key]
@@ -174,12 +173,12 @@ class Prefixes:
         request = sequence.request
         is_private = request.session_cache is not None and request.session_cache.is_private
         params = request.params
-        # Blocks of other requests have no record of keys.
+        # Cached blocks don't record the keys chosen for their rows.
         is_private |= params.forces_choices or params.record_indices
         return self.enabled and not is_private
 
     def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
-        """Return the keys of the blocks that may be reused instead of computed."""
+        """Return the keys of the blocks that can be reused instead of computed."""
         limit, unread = sequence.num_needed - 1, sequence.next_prompt_row
         if unread is not None:
             limit = min(limit, unread)

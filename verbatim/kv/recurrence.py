@@ -1,7 +1,7 @@
 """Recurrent operations over flat rows of many sequences: causal convolution and recurrences.
 
-All are computed row by row, in the order of the rows, whatever the chunks of a prompt. So they are batch-
-invariant by construction: the bits of a row depend on the state before it and on the row itself.
+All are computed row by row, however a prompt is chunked, so they are batch-invariant by construction: the
+bits of a row depend only on the state before it and on the row itself.
 """
 
 from __future__ import annotations
@@ -29,21 +29,19 @@ def causal_conv(
 
     Args:
         x: `[T, C]`.
-        weight: `[C, K]`, in float32 or else taken in the dtype of `x`; the last column is multiplied with the
-            row itself.
+        weight: `[C, K]`, float32 or converted to the dtype of `x`; the last column is for the row itself.
         bias: `[C]`.
-        state: `[slots, K - 1, C]` in the dtype of `x`, the last inputs, oldest first; written at
-            `at.targets`.
+        state: `[slots, K - 1, C]` in x's dtype, the last inputs, oldest first; written at `at.targets`.
 
     Returns:
         `[T, C]` float32.
     """
     compiled = x.dtype in SUFFIX and has_kernels(x.device)
     weight = weight if weight.dtype is torch.float32 else weight.to(x.dtype)
-    if not compiled and kernels.triton_serves(x.device):
+    if not compiled and kernels.uses_triton(x.device):
         from verbatim.kernels.triton import recurrence
 
-        if recurrence.served(x):
+        if recurrence.supports(x):
             bias = None if bias is None else bias.to(x.dtype)
             return recurrence.causal_conv(x, weight, bias, state, at)
     if compiled:
@@ -78,7 +76,7 @@ def linear_recurrence(
     *,
     rate: Tensor | None = None,
 ) -> Tensor:
-    """Update a matrix state by each row, and read it: linear attention, gated delta rule, state spaces.
+    """Update a matrix state with each row, and read it: linear attention, gated delta rule, state spaces.
 
     Row by row, for each head, with the state S `[K, V]`:
 
@@ -90,10 +88,10 @@ def linear_recurrence(
     Args:
         q, k: `[T, Hk, K]` float32; head h of `v` uses head h // (H // Hk).
         v: `[T, H, V]` float32.
-        decay: `[T, H]` or, one for each row of S, `[T, H, K]`; float32, in 0 to 1.
-        beta: `[T, H]` float32: the delta rule; None: without.
+        decay: `[T, H]`, or `[T, H, K]` with one factor for each row of S; float32, in 0 to 1.
+        beta: `[T, H]` float32, for the delta rule; None without it.
         state: `[slots, H, K, V]` float32, written at `at.targets`.
-        rate: `[H, K]` float32, where V is 1: rows of S decay by exp(decay * rate), with `decay` `[T, H]`.
+        rate: `[H, K]` float32, only if V is 1: rows of S decay by exp(decay * rate), with `decay` `[T, H]`.
 
     Returns:
         `[T, H, V]` float32.
@@ -101,7 +99,7 @@ def linear_recurrence(
     compiled = has_kernels(v.device)
     if rate is not None and not compiled:
         decay, rate = torch.exp(decay[..., None] * rate), None
-    if not compiled and kernels.triton_serves(v.device):
+    if not compiled and kernels.uses_triton(v.device):
         from verbatim.kernels.triton import recurrence
 
         return recurrence.linear_recurrence(q, k, v, decay, beta, state, at)
@@ -141,7 +139,7 @@ def scan(step: Step, rows: Sequence[Tensor], state: Tensor, at: StateRows) -> Te
 
     Args:
         step: `step(state, *row)` returns the state `[N, *shape]` after a row, and the output `[N, ...]`. It
-            consists of elementwise functions that are batch-invariant, as N is any number of sequences.
+            may only use elementwise, batch-invariant functions, as N is any number of sequences.
         rows: `[T, ...]` each.
         state: `[slots, *shape]`, written at `at.targets`.
 
@@ -177,13 +175,13 @@ def weighted_mean(
 ) -> Tensor:
     """Compute the mean of a sequence's values, weighted by the exponentials of its keys (RWKV).
 
-    The state has the sum of weighted values and that of weights, both divided by the exponential of the
-    largest exponent of a weight, and this exponent. A row lowers the exponents of those before it by
-    `decay`, after it has read their mean; an infinite one makes the next row forget them.
+    The state consists of the sum of weighted values and the sum of weights, both divided by the exponential
+    of the largest exponent, and that exponent. A row reads the mean, then lowers the exponents of the
+    preceding rows by `decay`; an infinite `decay` makes the next row forget them.
 
     Args:
         key, value: `[T, C]` float32.
-        first: `[C]` float32, added to the exponent of a row's own value in its own mean.
+        first: `[C]` float32, added to the exponent of a row's value in its own mean only.
         decay: `[C]` or `[T, C]` float32, at least 0.
         state: `[slots, 3, C]` float32, written at `at.targets`.
 
@@ -217,7 +215,7 @@ def _mean_step(
 
 
 def tree_sum(x: Tensor, dim: int, *, keepdim: bool = False) -> Tensor:
-    """Sum over a dimension by adding halves: the order depends on its length alone, unlike `torch.sum`."""
+    """Sum over a dimension by adding halves, in an order that depends only on its length."""
     while (size := x.shape[dim]) > 1:
         half = size // 2
         total = x.narrow(dim, 0, half) + x.narrow(dim, half, half)

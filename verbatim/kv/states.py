@@ -1,9 +1,9 @@
-"""Recurrent states: their tensors, and the slots in which sequences keep them.
+"""Recurrent states: their tensors, and the allocation of slots to sequences.
 
-A model with recurrent layers (convolutions, linear attention, state spaces) keeps a state of constant size
-for each sequence, in place of or beside K and V. A slot holds the state of all layers after some number of
-tokens. A slot is never changed once a forward has written it: a step reads a sequence's slot and writes
-others, so a forward may be repeated, and forks, cached prefixes and sessions share slots.
+A model with recurrent layers (convolutions, linear attention, state spaces) has a state of constant size for
+each sequence, instead of or in addition to K and V. A slot holds the state of all layers after some number of
+tokens. It is immutable once written: a step reads a sequence's slot and writes others, so a forward can be
+repeated, and forks, cached prefixes and sessions can share slots.
 """
 
 from __future__ import annotations
@@ -24,29 +24,25 @@ from verbatim.kv.flat import BlockStore
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """The state that one recurrent operation of a model keeps of one sequence.
-
-    Attributes:
-        kind: "recurrence", or "convolution" for the last inputs of a layer.
-    """
+    """The state of one recurrent operation of a model for one sequence."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    kind: str = "recurrence"
+    kind: str = "recurrence"  # or "convolution": the last inputs of a layer
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def update_first_rows(self, update: Update, num_rows: int, device: torch.device) -> Tensor:
-        """Run an operation on rows that are each the first one of a sequence; no state is kept."""
+        """Run an operation on rows that are each the first of a sequence, without storing states."""
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         at = StateRows(starts, torch.zeros_like(starts[1:]), starts[:0], starts[:0])
         return update(torch.zeros(1, *self.shape, dtype=self.dtype, device=device), at)
 
 
 class StateRows(NamedTuple):
-    """The slots that the operations of one forward read and write; `Batch` describes the fields."""
+    """The slots that the operations of a forward read and write; for the fields see `Batch`."""
 
     query_starts: Tensor
     sources: Tensor
@@ -55,7 +51,7 @@ class StateRows(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch) -> StateRows:
-        """Return the slots of a batch; without states, sequences begin with zeros and write nothing."""
+        """Return the slots of a batch; without states, sequences start from zeros and write nothing."""
         sources, rows, targets = batch.state_sources, batch.state_rows, batch.state_targets
         if sources is None or rows is None or targets is None:
             sources = torch.zeros_like(batch.context_lens)
@@ -68,9 +64,9 @@ Update = Callable[[Tensor, StateRows], Tensor]
 
 
 class StateStore(BlockStore):
-    """The states of `num_slots` slots, in a tensor `[num_slots, *shape]` for each recurrent operation.
+    """The states in all slots: one tensor `[num_slots, *shape]` for each recurrent operation.
 
-    Slot `ZERO_STATE` holds zeros, the state before the first token.
+    Slot `ZERO_STATE` is zero, the state before the first token.
     """
 
     def __init__(self, shapes: list[StateShape], num_slots: int, device: torch.device) -> None:
@@ -92,50 +88,50 @@ class StateStore(BlockStore):
 def open_states(
     shapes: list[StateShape], num_slots: int, device: torch.device | None = None
 ) -> StateStore | None:
-    """Return the store of a model's states, on the CPU by default; None if it has none."""
+    """Return the store for a model's states, on the CPU by default; None without states."""
     return StateStore(shapes, num_slots, device or torch.device("cpu")) if shapes else None
 
 
 class StateSlots:
-    """Allocates slots to sequences. `CachedBlocks.states` maps a number of tokens to the slot after them.
+    """Allocates slots to sequences; `CachedBlocks.states` maps numbers of tokens to the slots after them.
 
     Between two steps, a sequence has one slot, for its computed tokens. A step reserves slots for the states
     that it writes; slots that are not kept after the step are freed.
 
     Args:
-        num_slots: number of slots, including the zero state; 0 for a model without recurrent layers.
+        num_slots: number of slots, including the zero state; 0 for models without recurrent layers.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.enabled = num_slots > 0
-        # Without states nothing is taken from the pool.
+        # Without states, the pool is unused.
         self.pool = BlockPool(num_slots if self.enabled else 2)
 
-    def num_free(self, wanted: int) -> int:
-        """Return how many of `wanted` slots can be taken; all of them if the model has no states."""
-        return min(wanted, self.pool.num_free) if self.enabled else wanted
+    def num_free(self, count: int) -> int:
+        """Return how many of `count` slots can be taken: all if the model has no recurrent layers."""
+        return min(count, self.pool.num_free) if self.enabled else count
 
     def reserve(self, cached: CachedBlocks, positions: Iterable[int]) -> None:
-        """Take a slot for the state after each of these numbers of tokens; a slot must be free for each."""
+        """Take a slot for the state after each of these numbers of tokens; enough slots must be free."""
         if self.enabled:
             new = [p for p in positions if p not in cached.states]
             cached.states.update(zip(new, self.pool.take(len(new)), strict=True))
 
-    def keep(self, cached: CachedBlocks, position: int) -> None:
-        """Free a sequence's slots, except the one of the state after `position` tokens."""
+    def keep_only(self, cached: CachedBlocks, position: int) -> None:
+        """Free a sequence's slots, except that of the state after `position` tokens."""
         if len(cached.states) > (position in cached.states):
-            self.pool.give_back([slot for p, slot in cached.states.items() if p != position])
+            self.pool.release([slot for p, slot in cached.states.items() if p != position])
             cached.states = {p: slot for p, slot in cached.states.items() if p == position}
 
     def fork(self, parent: CachedBlocks, child: CachedBlocks) -> None:
-        """Give `child` the state of `parent`."""
+        """Share the state of `parent` with `child`."""
         slot = parent.states.get(parent.num_computed)
         if slot is not None:
             self.pool.share([slot])
             child.states = {parent.num_computed: slot}
 
     def attach(self, cached: CachedBlocks, position: int, keys: list[bytes]) -> None:
-        """Give a sequence the cached state after `position` tokens, the prefix with these keys."""
+        """Attach the cached state after `position` tokens, the prefix with these keys, to a sequence."""
         if self.enabled and keys:
             (slot,) = self.pool.find(keys[-1:])
             self.pool.share([slot])
@@ -147,8 +143,8 @@ class StateSlots:
         if slot is not None:
             cached.states[position] = self.pool.remember(slot, key)
 
-    def longest(self, keys: list[bytes]) -> int:
-        """Return the largest number of leading keys after which a state is cached."""
+    def longest_cached(self, keys: list[bytes]) -> int:
+        """Return the largest number of leading keys after which a state is cached; all without states."""
         if not self.enabled:
             return len(keys)
         return next((n for n in range(len(keys), 0, -1) if self.pool.has(keys[n - 1])), 0)

@@ -1,4 +1,4 @@
-"""The tensors of K and V, by blocks."""
+"""`KVStore`: the tensors of K and V, by block."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import AttentionBatch, Batch
-from verbatim.kernels.options import AnyOptions, IndexOptions, Packing
+from verbatim.kernels.options import AnyOptions, IndexOptions
+from verbatim.kernels.packing import Packing
 from verbatim.kv.attention import paged_attention, write_kv
 from verbatim.kv.flat import BlockStore
 from verbatim.kv.indexing import attend_to_chosen, attend_to_records, choose_keys
-from verbatim.kv.quantized import KVDtype, row_nbytes, unpack
 from verbatim.kv.states import StateShape, StateStore
+from verbatim.quantization.formats import KVDtype, row_nbytes
+from verbatim.quantization.rows import unpack_rows
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The K and V of one token in one layer.
+    """The shape of K and V of one token in one layer.
 
     Attributes:
-        value_dim: 0 for the keys of an indexer.
-        records: keys are also the values, and the store of values has records of windows.
+        value_dim: width of a value; 0 for the keys of an indexer.
+        records: whether keys are also the values, and the store of values holds records of windows.
     """
 
     kv_heads: int
@@ -44,19 +46,18 @@ class LayerShape:
 class KVStore(BlockStore):
     """K and V of `num_blocks` blocks in every layer, laid out `[block, KV head, token, width]`.
 
-    A head's tokens are adjacent, so a decode step reads each tile of keys as contiguous memory. The
-    memory is reserved at once, and committed by the OS when first written.
+    A head's tokens are adjacent, so a decode step reads each tile of keys as contiguous memory.
 
     Args:
-        dtype: of K and V. A `Packing` quantizes them: the tensors are then uint8, of `row_bytes` per row.
+        dtype: dtype of K and V, or a `Packing` that quantizes them to uint8 rows of `row_bytes`.
 
     Attributes:
-        shapes: of each layer.
+        shapes: shapes of K and V, by layer.
         dtype_name: "float32", "bfloat16", "int8" or "int4".
         device: device of the tensors.
-        addresses: of `tensors`, as an array for the kernels.
+        addresses: data pointers of `tensors`, as an array for the kernels.
         batch_invariant: as for `paged_attention`.
-        in_place: layer kernels may write and attend in what `layer` returns.
+        in_place: whether layer kernels may read and write the tensors of `layer`.
         states: states of recurrent layers, allocated and released by the runner; None without such layers.
     """
 
@@ -82,14 +83,14 @@ class KVStore(BlockStore):
         super().__init__()
 
     def _allocated(self) -> list[Tensor]:
-        """Return new memory for K and V of each layer in turn, `[block, KV head, token, width]`."""
+        """Return new tensors, K and V of each layer in turn."""
         tensors = [x for shape in self.shapes for x in self._blocks(shape, self.num_blocks)]
         pointers = [tensor.data_ptr() for tensor in tensors]
         self.addresses: Any = (ctypes.c_void_p * len(pointers))(*pointers)
         return tensors
 
     def _blocks(self, shape: LayerShape, count: int) -> tuple[Tensor, Tensor]:
-        """Return new memory for K and V of `count` blocks of a layer."""
+        """Return new tensors for K and V of `count` blocks of a layer."""
         stored = torch.uint8 if isinstance(self.dtype, Packing) else self.dtype
         row_sizes = (
             row_nbytes(self.dtype, d) // stored.itemsize for d in (shape.key_dim, shape.value_dim)
@@ -107,13 +108,13 @@ class KVStore(BlockStore):
         return self._tensors[2 * layer], self._tensors[2 * layer + 1]
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Write the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` at `slots` `[T]` (`Batch.slots`)."""
+        """Write the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` to the slots `[T]` (`Batch.slots`)."""
         write_kv(k, v, *self.layer(layer), slots, self.packing)
 
     def write_rotated(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor
     ) -> Tensor:
-        """Apply rotary embeddings `[T, R]` to `q` and `k`, `write` `k` and `v`, and return `q`; on a GPU."""
+        """Rotate `q` and `k` by `cos` and `sin` `[T, R]`, `write` `k` and `v`, and return `q`; GPU only."""
         from verbatim.kernels.triton import rope
 
         return rope.rope_and_write(q, k, v, cos, sin, *self.layer(layer), slots, self.packing)
@@ -126,7 +127,7 @@ class KVStore(BlockStore):
         k, v = self.layer(layer)
         if isinstance(options, IndexOptions):
             width = q.shape[2]
-            return choose_keys(q, lambda some: self.rows(k, width, some)[0], batch, options)
+            return choose_keys(q, lambda blocks: self.rows(k, width, blocks)[0], batch, options)
         attention = partial(
             paged_attention,
             batch_invariant=self.batch_invariant,
@@ -140,13 +141,13 @@ class KVStore(BlockStore):
         return attention(q, k, v, batch, options)
 
     def rows(self, tensor: Tensor, width: int, blocks: Tensor) -> Tensor:
-        """Return some blocks of K or V of a layer as `[Hkv, n * block_size, width]` float32."""
-        some = tensor[blocks].transpose(0, 1).flatten(1, 2)
-        return some.float() if self.packing is None else unpack(some, width, self.packing)
+        """Return blocks of a layer's K or V as `[Hkv, n * block_size, width]`, dequantized."""
+        selected = tensor.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
+        return selected if self.packing is None else unpack_rows(selected, width, self.packing)
 
     @contextmanager
     def stores_for(self, batches: list[Batch]) -> Iterator[list[KVStore]]:
-        """Yield the store to use for each micro-batch of one forward."""
+        """Yield the stores for the micro-batches of one forward."""
         yield [self] * len(batches)
 
 
@@ -160,11 +161,7 @@ def bytes_per_token(layers: list[LayerShape], dtype: KVDtype) -> int:
 def cache_info(
     layers: list[LayerShape], states: list[StateShape], dtype: KVDtype, draft_bytes: int
 ) -> dict[str, Any]:
-    """Return the fields of `LLM.info` for the bytes of a token and of a state, in total and by kind.
-
-    Args:
-        draft_bytes: bytes of a token in draft layers.
-    """
+    """Return bytes per token (plus `draft_bytes`) and per state, in total and by kind, for `LLM.info`."""
     records = [LayerShape(s.kv_heads, 0, s.value_dim) for s in layers if s.records]
     both = [replace(s, value_dim=0) if s.records else s for s in layers if s.value_dim]
     tokens = {

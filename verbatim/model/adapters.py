@@ -1,13 +1,14 @@
-"""Forwards and functions of transformers that are replaced during the engine's forwards.
+"""Replacements for transformers' forwards and functions, used within the engine's forwards.
 
-A forward here takes the module and its arguments. Most are of attention that predates transformers' attention
-interface: the module's own projections around `attend`. These classes differ in the layout of heads, rotary
-embeddings and the scale of ALiBi. `hidden` is `[B, T, H * D]`, with B = 1 except in inspection.
+A replacement takes the module and the forward's arguments. Most replace attention classes that predate
+transformers' attention interface: they call `attend` between the module's own projections. The classes differ
+in head layout, rotary embedding and ALiBi scale. `hidden` is `[B, T, H * D]`; B is 1 except in inspection.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -19,11 +20,16 @@ from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import AttentionOptions, IndexOptions
-from verbatim.model import compressed, positions, products, recurrent_layers, streams
-from verbatim.model.context import attend, replace_function
+from verbatim.model import (  # noqa: F401  (some register replacements)
+    deepseek_v4,
+    products,
+    recurrent_ops,
+    streams,
+)
+from verbatim.model.context import FORWARDS, active_context, attend, replace_function, replaces
 from verbatim.model.experts import flat_experts
 from verbatim.model.invariant import gelu, sigmoid
-from verbatim.model.masks import LATER, NotedMask
+from verbatim.model.masks import attends
 from verbatim.model.recurrent_ops import FUNCTIONS, causal_conv1d
 from verbatim.model.router import AS_IS, SIGMOID, RouterForm, choose, forced_experts
 
@@ -32,10 +38,10 @@ Forward = Callable[..., Any]
 
 @functools.cache
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
-    """Return one slope per head, `[H]` float32 (Press, Smith and Lewis 2022).
+    """Return ALiBi's slope for each head, `[H]` float32 (Press, Smith and Lewis 2022).
 
-    For a power of two the slopes are the powers of 2 ** (-8 / H); otherwise those of the nearest lower
-    power of two, followed by every other slope of the next higher one.
+    If H is a power of two, the slopes are the powers of 2 ** (-8 / H); otherwise those for the next lower
+    power of two, followed by every other slope for the next higher one.
     """
     lower = 2 ** math.floor(math.log2(num_heads))
     base = 2.0 ** (-(2.0 ** -(math.log2(lower) - 3)))
@@ -63,6 +69,7 @@ def _source(module: nn.Module, name: str) -> Any:
     return getattr(sys.modules[type(module).__module__], name, None)
 
 
+@attends("BloomAttention")
 def _bloom(
     module: Any, hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
@@ -75,6 +82,7 @@ def _bloom(
     return residual + module.dense(out), None
 
 
+@attends("FalconAttention")
 def _falcon(
     module: Any, hidden_states: Tensor, alibi: Tensor | None = None, *_: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -85,9 +93,8 @@ def _falcon(
         rotated = rotate(q.transpose(1, 2), k.transpose(1, 2), *kwargs["position_embeddings"])
         q, k = (x.transpose(1, 2) for x in rotated)
     else:
-        # Falcon scales score and bias together, so the slope includes the scale. Its slopes are rounded to
-        # bfloat16 in the original. (transformers' eager attention adds the bias twice, also with the mask;
-        # its default, scaled_dot_product_attention, does not, and is the reference here.)
+        # Falcon scales score and bias together, so slopes include the scale; it rounds them to bfloat16.
+        # transformers' eager attention adds the bias twice; scaled_dot_product_attention is the reference.
         slopes = alibi_slopes(module.num_heads, q.device).bfloat16().float()
         slopes = slopes * module.inv_norm_factor
     options = AttentionOptions(scale=module.inv_norm_factor, alibi=slopes)
@@ -95,7 +102,7 @@ def _falcon(
 
 
 def _falcon_heads(module: Any, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q `[B, T, H, D]`, k and v `[B, T, Hkv, D]`, without repeated shared heads."""
+    """Return q `[B, T, H, D]`, k and v `[B, T, Hkv, D]`, without repeating shared KV heads."""
     batch, length, _ = fused.shape
     heads, width = module.num_heads, module.head_dim
     if module.new_decoder_architecture:
@@ -108,10 +115,11 @@ def _falcon_heads(module: Any, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rows[..., 0, :], rows[..., 1, :], rows[..., 2, :]
 
 
+@attends("MptAttention")
 def _mpt(
     module: Any, hidden_states: Tensor, position_bias: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
-    # `[H, 1, positions]`, rising by a head's slope from position to position up to 0.
+    # The bias is `[H, 1, positions]`; it increases by the head's slope per position, up to 0.
     slopes = -position_bias[:, 0, -2].float()
     fused, clip = module.Wqkv(hidden_states), module.clip_qkv
     if clip:
@@ -121,14 +129,15 @@ def _mpt(
     return module.out_proj(_attend(module, q, k, v, options)), None
 
 
-def _separate(module: Any, heads: int, hidden: Tensor) -> Iterator[Tensor]:
-    """Return the heads of `q_proj`, `k_proj` and `v_proj`."""
+def _project_qkv(module: Any, heads: int, hidden: Tensor) -> Iterator[Tensor]:
+    """Yield the outputs of `q_proj`, `k_proj` and `v_proj`, split into heads."""
     linears = module.q_proj, module.k_proj, module.v_proj
     return (_split(linear(hidden), heads) for linear in linears)
 
 
+@attends("CodeGenAttention", "GPTJAttention")
 def _gptj(module: Any, hidden_states: Tensor, *_: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """GPT-J's and CodeGen's: rotary over `rotary_dim` dimensions, in pairs of neighbours."""
+    """Attention of GPT-J and CodeGen, with interleaved rotary embedding of `rotary_dim` dimensions."""
     rotate = _source(module, "apply_rotary_pos_emb")
     angles = module.embed_positions[kwargs["position_ids"]].to(hidden_states.dtype)
     sin, cos = angles.chunk(2, dim=-1)
@@ -136,7 +145,7 @@ def _gptj(module: Any, hidden_states: Tensor, *_: Any, **kwargs: Any) -> tuple[T
         fused = module.qkv_proj(hidden_states).unflatten(-1, (4, 3, -1, module.head_dim))
         q, v, k = (x.flatten(-3, -2) for x in fused.unbind(-3))
     else:
-        q, k, v = _separate(module, module.num_attention_heads, hidden_states)
+        q, k, v = _project_qkv(module, module.num_attention_heads, hidden_states)
     q, k = (_rotate(x, module.rotary_dim, rotate, sin, cos) for x in (q, k))
     options = AttentionOptions(scale=1.0 / float(module.scale_attn))
     return module.out_proj(_attend(module, q, k, v, options)), None
@@ -148,43 +157,48 @@ def _rotate(x: Tensor, width: int | None, rotate: Any, sin: Tensor, cos: Tensor)
     return torch.cat([rotate(x[..., :width], sin, cos), x[..., width:]], dim=-1)
 
 
+@attends("GPTNeoSelfAttention")
 def _gpt_neo(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     window = module.config.window_size if module.attention_type == "local" else 0
     return _projected(module, hidden_states, AttentionOptions(scale=1.0, window=window))
 
 
+@attends("MvpAttention", "TrOCRAttention", "XGLMAttention")
 def _xglm(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    """Attention of BART's kind."""
+    """Attention of BART variants."""
     return _projected(module, hidden_states, AttentionOptions(scale=float(module.scaling)))
 
 
 def _projected(module: Any, hidden: Tensor, options: AttentionOptions) -> tuple[Tensor, None]:
-    """Attend without positions, between separate projections."""
-    q, k, v = _separate(module, module.num_heads, hidden)
+    """Attend without rotary embedding; queries, keys and values have separate projections."""
+    q, k, v = _project_qkv(module, module.num_heads, hidden)
     return module.out_proj(_attend(module, q, k, v, options)), None
 
 
+@attends("GPTNeoXJapaneseAttention")
 def _neox_japanese(
     module: Any, hidden_states: Tensor, *_: Any, **kwargs: Any
 ) -> tuple[Tensor, None, Any]:
     rotate, width = _source(module, "apply_rotary_pos_emb"), module.rotary_ndims
     fused = _split(module.query_key_value(hidden_states), module.num_attention_heads)
     q, k, v = fused.chunk(3, dim=-1)
-    turning = (x[..., :width].transpose(1, 2) for x in (q, k))
+    parts = (x[..., :width].transpose(1, 2) for x in (q, k))
     q, k = (
-        torch.cat([turned.transpose(1, 2), x[..., width:]], dim=-1)
-        for turned, x in zip(rotate(*turning, *kwargs["position_embeddings"]), (q, k), strict=True)
+        torch.cat([rotated.transpose(1, 2), x[..., width:]], dim=-1)
+        for rotated, x in zip(rotate(*parts, *kwargs["position_embeddings"]), (q, k), strict=True)
     )
     options = AttentionOptions(scale=1.0 / float(module.norm_factor))
     return module.dense(_attend(module, q, k, v, options)), None, module.dense_bias
 
 
+@attends("OpenAIGPTAttention")
 def _openai_gpt(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> list[Tensor]:
     q, k, v = (_split(x, module.n_head) for x in module.c_attn(hidden_states).chunk(3, dim=-1))
     options = AttentionOptions(scale=v.shape[-1] ** -0.5 if module.scale else 1.0)
     return [module.c_proj(_attend(module, q, k, v, options))]
 
 
+@attends("MegatronBertSelfAttention", "RemBertSelfAttention", "RoFormerSelfAttention")
 def _bert(
     module: Any,
     hidden_states: Tensor,
@@ -193,9 +207,9 @@ def _bert(
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor, None]:
-    """BERT variants with their own attention, without output projection.
+    """Attention of BERT variants with their own code; their output projection is a separate module.
 
-    RoFormer's is rotary over all dimensions, of values if its config says so.
+    RoFormer rotates all dimensions of queries and keys, and of values if its config says so.
     """
     if not module.is_decoder:
         raise UnsupportedModel(f"{type(module).__name__} attends to later tokens")
@@ -204,33 +218,30 @@ def _bert(
     if hasattr(module, "rotary_value"):
         angles = sinusoidal_pos.reshape(*q.shape[:2], 1, -1)
         values = [v] if module.rotary_value else []
-        q, k, *turned = module.apply_rotary_position_embeddings(angles, q, k, *values)
-        v = turned[0] if turned else v
+        q, k, *rotated = module.apply_rotary_position_embeddings(angles, q, k, *values)
+        v = rotated[0] if rotated else v
     options = AttentionOptions(scale=module.attention_head_size**-0.5)
     return _attend(module, q, k, v, options), None
 
 
+@replaces("FalconLinear")
 def _falcon_linear(module: Any, x: Tensor) -> Tensor:
-    """Falcon's linear, which rounds between product and bias."""
+    """Falcon's linear layer, which rounds the product before it adds the bias."""
     out = products.linear(x, module.weight)
     return out if module.bias is None else out + module.bias
 
 
+@replaces("MptModel")
 def _with_mask(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward with a mask of four dimensions, where there is none; it is not read.
-
-    For MPT's body, and attention with an indexer.
-    """
+    """Run MPT's body or attention with an indexer, which need a 4-d mask but don't read it here."""
     if kwargs.get("attention_mask") is None:
         kwargs["attention_mask"] = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
     return type(module).forward(module, *args, **kwargs)
 
 
+@replaces("RwkvModel")
 def _rwkv_model(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """RWKV's body, which leaves the weights as they are.
-
-    In eval mode transformers divides some weights, in place, by powers of two, against overflows in float16.
-    """
+    """Run RWKV's body without dividing weights in place, as transformers does in eval mode for float16."""
     module.training = not module.layers_are_rescaled
     try:
         return type(module).forward(module, *args, **kwargs)
@@ -238,22 +249,25 @@ def _rwkv_model(module: Any, *args: Any, **kwargs: Any) -> Any:
         module.training = False
 
 
+@replaces("xLSTMModel")
 def _xlstm_model(module: Any, input_ids: Tensor, **_: Any) -> Any:
-    """xLSTM's body, which transformers cuts where a batch has many rows."""
+    """xLSTM's body for the whole batch; transformers splits large batches."""
     hidden = module.embeddings(input_ids)
     for block in module.blocks:
         hidden = block(hidden)[0]
     return _source(module, "xLSTMOutput")(module.out_norm(hidden))
 
 
+@replaces("JetMoeParallelExperts")
 def _jetmoe_experts(module: Any, inputs: Tensor, expert_size: list[int]) -> Tensor:
-    """JetMoE's experts, a product per expert over sorted rows."""
+    """JetMoE's experts: one product per expert, on rows sorted by expert."""
     rows = inputs.split(expert_size)
     return torch.cat([products.linear(x, w) for x, w in zip(rows, module.weight, strict=True)])
 
 
+@replaces("Llama4TextMoe")
 def _llama4_experts(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Llama 4's mixture, which weights the inputs of its experts, not the outputs."""
+    """Llama 4's MoE block, which applies router weights to the inputs of experts, not to their outputs."""
     form = RouterForm(module.top_k, AS_IS, SIGMOID, rounded=True)
     rows = hidden_states.reshape(-1, module.hidden_dim)
     logits = products.linear(rows, module.router.weight)
@@ -267,6 +281,17 @@ def _llama4_experts(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]
     return out, logits
 
 
+# Rotary function of each indexer, and whether it rotates the last dimensions instead of the first.
+_INDEXERS = {
+    "AXK2Indexer": ("apply_rotary_pos_emb", False),
+    "DeepseekV32Indexer": ("apply_rotary_pos_emb", False),
+    "Dots3NoteTextIndexer": ("apply_rotary_pos_emb_interleave", False),
+    "GlmMoeDsaIndexer": ("apply_rotary_pos_emb_interleave", False),
+    "HYV4Indexer": ("apply_rotary_pos_emb", True),
+}
+
+
+@attends(*_INDEXERS)
 def _indexer(
     module: Any,
     hidden_states: Tensor,
@@ -275,7 +300,7 @@ def _indexer(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """An indexer of DeepSeek Sparse Attention: positions `[B, T, top_k]`."""
+    """An indexer of DeepSeek Sparse Attention; returns the positions of the chosen keys, `[B, T, top_k]`."""
     rotation, rotated_last = _INDEXERS[type(module).__name__]
     order = -1 if rotated_last else 1
     widths = [module.qk_rope_head_dim, module.head_dim - module.qk_rope_head_dim]
@@ -285,8 +310,8 @@ def _indexer(
     (q, q_plain), (k, k_plain) = (x.split(widths[::order], dim=-1)[::order] for x in (q, k))
     q, k = _source(module, rotation)(q, k, *position_embeddings, unsqueeze_dim=2)
     q, k = (
-        torch.cat([turned, plain][::order], dim=-1).flatten(0, 1)
-        for turned, plain in ((q, q_plain), (k, k_plain))
+        torch.cat([rotated, plain][::order], dim=-1).flatten(0, 1)
+        for rotated, plain in ((q, q_plain), (k, k_plain))
     )
     weights = module.weights_proj(_in_dtype(hidden_states, module.weights_proj)).float()
     weights = weights * float(module.n_heads**-0.5 * module.softmax_scale)
@@ -295,6 +320,7 @@ def _indexer(
     return chosen.view(*hidden_states.shape[:2], -1)
 
 
+@attends("MiniMaxM3VLIndexer")
 def _block_indexer(
     module: Any,
     hidden_states: Tensor,
@@ -302,11 +328,11 @@ def _block_indexer(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """MiniMax M3's indexer: the keys in the chosen blocks, `[B, T, G, k]`."""
+    """MiniMax M3's indexer; returns the positions of the keys in the chosen blocks, `[B, T, G, k]`."""
     rotate, dim = _source(module, "apply_rotary_pos_emb"), module.head_dim
     if module.num_heads != module.config.num_key_value_heads:
         raise UnsupportedModel(
-            f"its indexers choose blocks for {module.num_heads} groups of heads, and it has "
+            f"its indexers choose blocks for {module.num_heads} groups of heads, but it has "
             f"{module.config.num_key_value_heads} KV heads"
         )
     if module.local_blocks > module.topk_blocks:
@@ -323,12 +349,13 @@ def _block_indexer(
     return chosen.view(*hidden_states.shape[:2], *chosen.shape[1:])
 
 
+@attends("Qwen4ExpTextQSAIndexer")
 def _pooled_indexer(
     module: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Qwen 4's indexer: the keys in the chosen blocks, `[T, 1, k]`.
+    """Qwen 4's indexer; returns the positions of the keys in the chosen blocks, `[T, 1, k]`.
 
-    A block's key is the mean of its tokens' keys, rotated as the first of them; it is made at the last one.
+    A block's key is the mean of its tokens' keys, rotated by the first position and computed at the last.
     """
     rotate, size = _source(module, "apply_rotary_pos_emb"), module.compress_ratio
     heads, dim = module.index_n_heads, module.index_head_dim
@@ -347,6 +374,7 @@ def _pooled_indexer(
     return attend(module, q, k, k[..., :0], options)
 
 
+@attends("Qwen4ExpTextAttention")
 def _qwen4(
     module: Any,
     hidden_states: Tensor,
@@ -354,7 +382,7 @@ def _qwen4(
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor, None]:
-    """Qwen 4's attention, which makes a mask of what its indexer chooses."""
+    """Qwen 4's attention to the keys that its indexer chooses, without transformers' mask."""
     rotate, config = _source(module, "apply_rotary_pos_emb"), module.config
     chosen = module.indexer(hidden_states, position_embeddings)
     q, gate = _split(module.q_proj(hidden_states), config.num_attention_heads).chunk(2, -1)
@@ -370,99 +398,120 @@ def _qwen4(
 
 def _in_dtype(x: Tensor, layer: nn.Module) -> Tensor:
     weight: Any = layer._parameters.get("weight")
-    held = getattr(layer, "packing", None) if weight is None else weight  # if it is quantized
-    return x if held is None else x.to(held.dtype)
+    if weight is None:  # quantized
+        matrix = getattr(layer, "matrix", None)
+        return x if matrix is None else x.to(matrix.packing.dtype)
+    return x.to(weight.dtype)
 
 
+@replaces("Llama4TextRotaryEmbedding")
 def _llama4_rotary(module: Any, x: Tensor, position_ids: Tensor) -> Tensor:
-    """Llama 4's rotary embedding without `torch.polar`.
-
-    The bits of `torch.polar` depend on how many rows there are, and on their layout.
-    """
-    if module.rope_type in ("dynamic", "longrope"):  # frequencies follow the length
+    """Llama 4's rotary embedding without `torch.polar`, which is not batch-invariant."""
+    if module.rope_type in ("dynamic", "longrope"):  # frequencies depend on the length
         return type(module).forward(module, x, position_ids)  # type: ignore[no-any-return]
     frequencies = module.inv_freq.to(x.device, torch.float32)
     angles = position_ids[..., None].float() * frequencies
-    turns: Tensor = torch.complex(angles.cos(), angles.sin()) * module.attention_scaling
-    return turns
+    rotations: Tensor = torch.complex(angles.cos(), angles.sin()) * module.attention_scaling
+    return rotations
 
 
-# The rotary function of an indexer, and whether it rotates the last dimensions instead of the first.
-_INDEXERS = {
-    "AXK2Indexer": ("apply_rotary_pos_emb", False),
-    "DeepseekV32Indexer": ("apply_rotary_pos_emb", False),
-    "Dots3NoteTextIndexer": ("apply_rotary_pos_emb_interleave", False),
-    "GlmMoeDsaIndexer": ("apply_rotary_pos_emb_interleave", False),
-    "HYV4Indexer": ("apply_rotary_pos_emb", True),
-}
-_BLOCK_INDEXERS: dict[str, Forward] = {
-    "DeepseekV4Indexer": compressed.indexer,
-    "MiniMaxM3VLIndexer": _block_indexer,
-    "Qwen4ExpTextQSAIndexer": _pooled_indexer,
-}
-# Attention and indexers, which are checked to be given no other mask than a causal one.
-_ATTENTION: dict[str, Forward] = {
-    **dict.fromkeys(_INDEXERS, _indexer),
-    **_BLOCK_INDEXERS,
-    "BloomAttention": _bloom,
-    "CodeGenAttention": _gptj,
-    "DeepseekV4Attention": compressed.attention,
-    "FalconAttention": _falcon,
-    "GPTJAttention": _gptj,
-    "GPTNeoSelfAttention": _gpt_neo,
-    "GPTNeoXJapaneseAttention": _neox_japanese,
-    "MegatronBertSelfAttention": _bert,
-    "MptAttention": _mpt,
-    "MvpAttention": _xglm,
-    "OpenAIGPTAttention": _openai_gpt,
-    "Qwen4ExpTextAttention": _qwen4,
-    "RemBertSelfAttention": _bert,
-    "RoFormerSelfAttention": _bert,
-    "TrOCRAttention": _xglm,
-    "XGLMAttention": _xglm,
-}
-_FORWARDS: dict[str, Forward] = {
-    **recurrent_layers.FORWARDS,
-    **streams.FORWARDS,
-    "BloomGelu": lambda module, x: gelu(x, "tanh"),
-    "DeepseekV4GroupedLinear": compressed.grouped_linear,
-    "FalconLinear": _falcon_linear,
-    "JetMoeParallelExperts": _jetmoe_experts,
-    "Llama4TextAttention": positions.counting_attention,
-    "Llama4TextMoe": _llama4_experts,
-    "Llama4TextRotaryEmbedding": _llama4_rotary,
-    "MptModel": _with_mask,
-    "RwkvModel": _rwkv_model,
-    "xLSTMModel": _xlstm_model,
-}
-_BEFORE_5_24 = (
-    "CodeGenAttention",
-    "GPTJAttention",
-)  # which have the attention interface since then
+@replaces("BloomGelu")
+def _bloom_gelu(module: Any, x: Tensor) -> Tensor:
+    return gelu(x, "tanh")
+
+
+# ---- positions
+
+# Some models take no `position_ids`, or count positions from the start of a row without padding ids. As a
+# flat batch has rows of many sequences, their counting functions return the forward context's positions in
+# the engine's forwards. Padding ids in a prompt count like any other id.
+
+_POSITIONS_METHOD = "create_position_ids_from_input_ids"  # in models like RoBERTa
+# Arguments of position embeddings like BART's; `cache_length` since transformers 5.24.
+_POSITION_ARGUMENTS = {("past_key_values_length", "position_ids"), ("cache_length", "position_ids")}
+_IDS_ARGUMENTS = ("input_ids", "input_ids_shape")
+
+
+def counts_by_padding(cls: type) -> bool:
+    """Return whether the positions of a class start after the padding id, as in RoBERTa."""
+    return hasattr(cls, _POSITIONS_METHOD)
+
+
+def _counts_from_the_start(cls: type) -> bool:
+    """Return whether a class embeds positions counted from the start of a row, as in BART."""
+    if not issubclass(cls, nn.Embedding) or cls is nn.Embedding:
+        return False
+    _, *names = inspect.signature(cls.forward).parameters
+    return tuple(names[1:]) in _POSITION_ARGUMENTS and names[0] in _IDS_ARGUMENTS
+
+
+def _positions(*args: Any) -> Tensor:
+    """Return the positions of the forward context, on the device of the first tensor."""
+    context = active_context()
+    assert context is not None
+    device = next((a.device for a in args if isinstance(a, Tensor)), context.positions.device)
+    return context.positions.to(device)
+
+
+def _after_padding(input_ids: Tensor, padding_idx: int, *_: Any) -> Tensor:
+    """Return the positions of the forward context, as `create_position_ids_from_input_ids` would."""
+    return _positions(input_ids) + (padding_idx + 1)
+
+
+def _embed(layer: Any, *args: Any, **_: Any) -> Tensor:
+    """Return BART's position embeddings for the forward context."""
+    return nn.Embedding.forward(layer, _positions(*args) + getattr(layer, "offset", 0))
+
+
+class _FakeCache:
+    """A fake cache with a "length" that, added to the index of a flat row, is the token's position."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self._before = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, *_: Any) -> Tensor:
+        return self._before
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+
+@replaces("Llama4TextAttention")
+def _counting_attention(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run Llama 4's attention, which computes its temperature from the cache length and row index."""
+    if layer.use_rope:
+        return type(layer).forward(layer, hidden_states, *args, **kwargs)
+    cached = _FakeCache(_positions(hidden_states).flatten())
+    kwargs |= {n: cached for n in ("cache", "past_key_values") if n in kwargs}
+    rows = hidden_states.flatten(0, 1)[None]
+    out, *others = type(layer).forward(layer, rows, *args, **kwargs)
+    return out.view(hidden_states.shape), *others
+
+
+# ---- look-up
+
+_BEFORE_5_24 = ("CodeGenAttention", "GPTJAttention")  # use the attention interface since 5.24
 
 
 def runs_indexer(module: nn.Module) -> bool:
-    """Return whether a module is an indexer with a forward here."""
-    return type(module).__name__ in (*_INDEXERS, *_BLOCK_INDEXERS)
+    """Return whether a module is an indexer that is replaced here."""
+    name = type(module).__name__
+    return name.endswith("Indexer") and name in FORWARDS
 
 
 def has_indexers(model: nn.Module) -> bool:
-    """Return whether such an indexer is in the files of a model's classes, if not in all parts of it."""
-    return any(
-        _source(layer, name) for layer in model.modules() for name in (*_INDEXERS, *_BLOCK_INDEXERS)
-    )
+    """Return whether the source files of a model's classes define an indexer, even if `model` has none."""
+    names = [name for name in FORWARDS if name.endswith("Indexer")]
+    return any(_source(layer, name) for layer in model.modules() for name in names)
 
 
 def adapter_for(module: nn.Module) -> Forward | None:
-    """Return the replacement of a module's forward by its class, else None.
-
-    A forward replaced on the instance is kept.
-    """
+    """Return the replacement for a module's forward; None if its class has none or the instance its own."""
     cls = type(module)
     if "forward" in module.__dict__:
         return None
-    if positions.counts_from_the_start(cls):
-        return partial(positions.embed, module)
+    if _counts_from_the_start(cls):
+        return partial(_embed, module)
     if not cls.__module__.startswith("transformers."):
         return None
     if type(module._modules.get("indexer")).__name__ in _INDEXERS:
@@ -472,37 +521,27 @@ def adapter_for(module: nn.Module) -> Forward | None:
     name = cls.__name__
     if (cls.__module__, name) == ("transformers.models.openai.modeling_openai", "Attention"):
         name = "OpenAIGPTAttention"
-    if name in _ATTENTION:
-        return partial(_attend_causally, module, _ATTENTION[name])
-    return partial(_FORWARDS[name], module) if name in _FORWARDS else None
+    return partial(FORWARDS[name], module) if name in FORWARDS else None
 
 
-def _attend_causally(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Run a forward; refuse masks that are not causal, with the module's own window if it has one.
-
-    Masks are only passed in inspection.
-    """
-    windows = (0, getattr(module, "sliding_window", None))
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, NotedMask) and value.window not in windows:
-            raise UnsupportedModel(
-                f"{type(module).__name__} "
-                + ("attends to later tokens" if value.window == LATER else "has another mask")
-            )
-    return forward(module, *args, **kwargs)
+_PADDING_WARNING = "warn_if_padding_and_no_attention_mask"
 
 
 def patch_functions(module: nn.Module) -> None:
-    """Replace functions that a model's classes call for recurrent operations, positions or residual streams.
+    """Patch functions used by a model for recurrent operations, positions and residual streams; idempotent.
 
-    They call the originals outside of the engine's forwards. Does nothing the second time.
+    Also silence the padding warning, which reads the token ids in each forward. Outside of the engine's
+    forwards the originals are called.
     """
-    for file in recurrent_layers.files_of(module):
+    for file in recurrent_ops.files_of(module):
         for name in FUNCTIONS.keys() & vars(file).keys():
             replace_function(file, name, FUNCTIONS[name])
     for cls in {type(layer) for layer in module.modules()}:
-        if positions.counts_by_padding(cls):
-            replace_function(cls, positions.BY_PADDING, positions.after_padding)
+        if counts_by_padding(cls):
+            replace_function(cls, _POSITIONS_METHOD, _after_padding)
+        if hasattr(cls, _PADDING_WARNING):
+            replace_function(cls, _PADDING_WARNING, lambda *_, **__: None)
         if cls.__module__.startswith("transformers."):
-            for name, ours in streams.METHODS.get(cls.__name__, {}).items():
-                replace_function(cls, name, ours)
+            for name, ours in FORWARDS.items():
+                if name.startswith(f"{cls.__name__}."):
+                    replace_function(cls, name.rpartition(".")[2], ours)

@@ -18,31 +18,30 @@ from verbatim.batch import Adapter, Batch, SampleRow
 from verbatim.errors import EngineClosed, ModelChanged, NotSupported, first_line
 from verbatim.kv.flat import HiddenStore
 from verbatim.kv.store import KVStore
-from verbatim.model.context import IMPLEMENTATION, ForwardContext, activate, flat_attention
-from verbatim.model.experts import flat_experts, how_run, reads_back
+from verbatim.model.context import ForwardContext, activate, head_of, hidden_rows, record_values
+from verbatim.model.experts import how_run, needs_sync
+from verbatim.model.fingerprint import Tree, has_global_hooks
 from verbatim.model.flat import BLOCK_SIZE, FlatContext, logits_of, noise_store, span_batch
 from verbatim.model.fused import FusedLayers
-from verbatim.model.hidden import head_of, hidden_rows, recorded
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.lora import Adapters
-from verbatim.model.patching import exclusive, patched, plain_numbers, replaced_forwards
+from verbatim.model.patching import exclusive, patched, replaced_forwards, without_torch_modes
 from verbatim.model.routing import Records, Routing
 from verbatim.model.spec import ModelSpec, inner_model
-from verbatim.model.tree import Tree, hooked_everywhere
 from verbatim.model.trial import inspect_model
 from verbatim.model.whole import ModelPart
 from verbatim.protocols import Forward
 
 _TRIAL_TOKENS = 8  # tokens of a trial forward
 
-_INSPECTED = ("transformers.", "torch.", "verbatim.")  # packages whose models the tests cover
+_INSPECTED = ("transformers.", "torch.", "verbatim.")  # packages with models that the tests cover
 
 
 class Order(Protocol):
-    """The cut of a forward into micro-batches, and the order of their work."""
+    """A schedule that splits a forward into micro-batches and interleaves their work."""
 
     def learning(self) -> AbstractContextManager[None]:
-        """Record the order of work in the block, which runs the model's forward."""
+        """Record the order of work within the `with` block, which runs the model's forward."""
         ...
 
     def cut(self, batch: Batch) -> list[Batch]:
@@ -52,25 +51,16 @@ class Order(Protocol):
     def run(
         self, contexts: Sequence[ForwardContext], forwards: Sequence[Callable[[], Tensor]]
     ) -> list[Tensor]:
-        """Run `forwards`, each with its context active; return their results."""
+        """Run `forwards`, each with its context active; return their outputs."""
         ...
 
 
-def register() -> None:
-    """Register Verbatim's attention and experts in transformers; idempotent."""
-    from transformers import AttentionInterface
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    AttentionInterface.register(IMPLEMENTATION, flat_attention)
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, flat_experts)
-
-
 class Steps(Protocol):
-    """Recorded steps of one decoder."""
+    """The recorded forwards of one decoder, such as CUDA graphs."""
 
     @property
     def status(self) -> int | str:
-        """The number of recorded sizes, or why nothing is recorded any more."""
+        """The number of recorded batch sizes, or why recording has stopped."""
         ...
 
     def run(
@@ -81,34 +71,32 @@ class Steps(Protocol):
         records: Records,
         body: HiddenStore | None,
     ) -> Forward | None:
-        """Do the work of `Decoder.run`, or return None if no recorded step can."""
+        """Run a recorded step in place of `Decoder.run`; return None if none fits the batch."""
         ...
 
 
 class Decoder:
     """Runs a module's own forward on a `Batch`, with K and V in a `KVStore`.
 
-    The module is inspected again whenever its structure has changed (an adapter was added, a layer
-    parametrized), so a live module may be edited between calls.
+    A live module may be edited between calls: it is inspected again whenever its structure has changed.
 
     Args:
         module: a transformers causal language model, possibly wrapped; used in place.
         weak: hold only a weak reference to the module.
-        order: cuts a forward into micro-batches; None: there is one.
-        fused: run supported layers by one or two kernel calls each, or all by one call,
-            bit-identically.
-        unseen: the module has no other users, so it is not edited until `module` is read.
-        batch_invariant: False leaves products and activations to the module, not batch-invariant; faster on a
-            GPU.
-        part: the module has only some layers of a model.
-        origin: decoder of a module that has parts of this one; if that may be edited, so may this one.
+        order: cuts a forward into micro-batches; None: the batch runs as a whole.
+        fused: run each supported layer as one or two kernel calls, or all layers as one, bit-identically.
+        is_private: the module has no other users, so it is not edited until the property `module` is read.
+        batch_invariant: False: run the module's own products and activations, which are faster on a GPU but
+            not batch-invariant.
+        part: describes a module that has only some layers of a model; None: it has all.
+        origin: the decoder that this one is a `view` of; if that one is editable, so is this one.
 
     Attributes:
         fused: number of fused layers, and why others are not (`FusedLayers.report`); None: disabled.
-        steps: runs the forwards that it can; None: none are recorded.
+        steps: recorded forwards, used for batches that they fit; None: none are recorded.
 
     Raises:
-        UnsupportedModel: the module can't run on flat batches; the message has the reason.
+        UnsupportedModel: the module can't run on flat batches; the message says why.
     """
 
     steps: Steps | None = None
@@ -120,19 +108,18 @@ class Decoder:
         weak: bool = False,
         order: Order | None = None,
         fused: bool = True,
-        unseen: bool = False,
+        is_private: bool = False,
         batch_invariant: bool = True,
         part: ModelPart | None = None,
         origin: Decoder | None = None,
     ) -> None:
-        register()
         self._origin = origin
         self._views: weakref.WeakSet[Decoder] = weakref.WeakSet()
         self._part = part
         self._batch_invariant = batch_invariant
         self._fuse = fused
         self._order = order
-        self._watched = not unseen
+        self._editable = not is_private
         self._module: Callable[[], nn.Module | None] = (
             weakref.ref(module) if weak else lambda: module
         )
@@ -141,18 +128,14 @@ class Decoder:
                 self.spec: ModelSpec = inspect_model(module)
             self.adapters = Adapters(self.spec.dtype)
             self._prepare(module)
-        self._watched |= self._tree.has_hooks()  # hooks of the model's own code
+        self._editable |= self._tree.has_hooks()  # hooks of the model's own code
 
     def view(self, module: nn.Module, part: ModelPart | None = None) -> Decoder:
-        """Return a decoder of another module that has parts of this one's, with the same settings.
-
-        Raises:
-            UnsupportedModel: as `Decoder`.
-        """
+        """Return a decoder with the same settings for a module that shares submodules with this one's."""
         view = Decoder(
             module,
             fused=self._fuse,
-            unseen=True,
+            is_private=True,
             batch_invariant=self._batch_invariant,
             part=part,
             origin=self,
@@ -161,14 +144,14 @@ class Decoder:
         return view
 
     @property
-    def is_watched(self) -> bool:
+    def is_editable(self) -> bool:
         """Return whether the module may have been edited since the last forward."""
-        return self._watched or (self._origin is not None and self._origin.is_watched)
+        return self._editable or (self._origin is not None and self._origin.is_editable)
 
     def _expect_edits(self) -> None:
-        """Inspect the module before each forward from now on, and repeat no recorded steps."""
-        if not self._watched:
-            self._watched = True
+        """Check the module for edits before each later forward, and drop recorded steps."""
+        if not self._editable:
+            self._editable = True
             self.record_steps(lambda _: None)
 
     def _prepare(self, module: nn.Module) -> None:
@@ -181,9 +164,9 @@ class Decoder:
         self._layers = FusedLayers(
             module, self.spec, self._forwards, self._part, enabled=self._fuse
         )
-        # Forwards of the module's own are not overridden. Micro-batches take turns in the middle of a
-        # forward, and share the thread's override. Code that is not transformers' own may have branches that
-        # the inspection's tokens do not take.
+        # The override must cover the whole forward in three cases: micro-batches alternate within a forward
+        # and share the thread's override; foreign code may have branches that inspection did not run; a
+        # forward replaced on an instance is not wrapped.
         covered = {id(fields) for fields, _ in self._unfused}
         calling = [m for m in module.modules() if type(m) in callers]
         self._override_all = bool(calling) and (
@@ -195,33 +178,33 @@ class Decoder:
         self.fused = self._layers.report
         if self.adapters.numbers:
             self.adapters.attach(module, self._unfused, self._layers.layers)
-        self._head_reads_body = False  # what the head is given is what the body returns
+        self._head_reads_body = False  # whether the head's input is the body's output
 
     def load_adapter(self, adapter: Adapter) -> list[str]:
-        """Hold an adapter, or what a part of a model has of it, as `Adapters.load`.
+        """Load an adapter, or its matrices for the layers present here; see `Adapters.load`.
 
         Raises:
-            NotSupported, InvalidRequest: it does not fit the model.
+            NotSupported, InvalidRequest: the adapter does not fit the model.
         """
         with exclusive:
             self.refresh()
             if not self.adapters.numbers:
-                self.adapters.attach(self.held, self._unfused, self._layers.layers)
+                self.adapters.attach(self.raw_module, self._unfused, self._layers.layers)
             return self.adapters.load(adapter, partial=self._part is not None)
 
     def unload_adapter(self, number: int) -> None:
-        """Drop an adapter; do nothing if it is not held."""
+        """Drop an adapter; do nothing if it is not loaded."""
         self.adapters.unload(number)
 
     def refresh(self) -> None:
         """Inspect the module again if it was edited since the last forward.
 
         Raises:
-            ModelChanged: its KV layout, vocabulary, dtype or routing changed.
+            ModelChanged: the KV layout, states, vocabulary, dtype, routing or indexers changed.
         """
         with exclusive:
-            module = self.held
-            if not self.is_watched or self._tree.unchanged():
+            module = self.raw_module
+            if not self.is_editable or self._tree.unchanged():
                 return
             before, now = self.spec, inspect_model(module)
             for name, old, new in (
@@ -243,38 +226,40 @@ class Decoder:
     def module(self) -> nn.Module:
         """The module, for callers that may edit it; raises EngineClosed if it is gone."""
         self._expect_edits()
-        return self.held
+        return self.raw_module
 
     @property
-    def held(self) -> nn.Module:
-        """The module, for callers that only read it, or report edits by `weights_moved`."""
+    def raw_module(self) -> nn.Module:
+        """The module, for callers that only read it or report their edits by `weights_moved`."""
         module = self._module()
         if module is None:
-            raise EngineClosed("this engine was closed, or the module it was made for is gone")
+            raise EngineClosed("this engine was closed, or its module no longer exists")
         return module
 
     @property
     def owner(self) -> nn.Module:
-        """The module whose parameters these are, by the names that callers know: itself."""
-        return self.held
+        """The module with the parameter names known to callers; here `raw_module`."""
+        return self.raw_module
 
     @property
     def architecture(self) -> str:
-        """The class of the model."""
-        return type(inner_model(self.held)).__name__
+        """The name of the model's class."""
+        return type(inner_model(self.raw_module)).__name__
 
     def how_experts_run(self) -> dict[str, int]:
-        """Return the number of layers by the way their experts run, in words; empty without experts."""
+        """Return the number of experts modules by a description of how they run; empty without experts."""
         fused = {id(layer.experts) for layer in self._layers.layers}
-        found: collections.Counter[str] = collections.Counter()
-        for module in self.held.modules():
-            way = how_run(module, self.spec.dtype)
-            if way is not None:
-                found["in the kernel call of their layer" if id(module) in fused else way] += 1
-        return dict(found)
+        counts: collections.Counter[str] = collections.Counter()
+        for module in self.raw_module.modules():
+            description = how_run(module, self.spec.dtype)
+            if description is not None:
+                counts[
+                    "in the kernel call of their layer" if id(module) in fused else description
+                ] += 1
+        return dict(counts)
 
     def weights_moved(self) -> None:
-        """Update after the module's tensors moved in memory."""
+        """Drop cached addresses and tables after the module's tensors moved in memory."""
         for decoder in (self, *self._views):
             decoder._layers.forget()
 
@@ -285,10 +270,6 @@ class Decoder:
         for name in ("_tree", "_forwards", "_unfused", "_layers"):
             vars(self).pop(name, None)
 
-    def forward(self, batch: Batch, store: KVStore) -> Tensor:
-        """Return logits `[R, V]` of `batch.logit_rows`, in the model's dtype; write K and V to `store`."""
-        return self.run(batch, store).logits
-
     def run(
         self,
         batch: Batch,
@@ -298,20 +279,21 @@ class Decoder:
         *,
         hooks: bool = True,
     ) -> Forward:
-        """Run one forward; write K and V to `store`, what layers choose to `records`, and the body's
-        output of every row, after the last norm, to `body`.
+        """Run one forward, and write K and V to `store`.
 
         Args:
+            records: stores for the experts and keys that the layers choose.
+            body: store for the body's output of every row, after the last norm; None: not stored.
             hooks: False disables the module's hooks, for a forward that its owner did not request.
 
         Raises:
-            NotSupported: the batch wants hidden states or forced choices, and the model does not support it.
+            NotSupported: the batch requires hidden states or forced choices, which the model can't provide.
         """
         with exclusive:
             if self.steps is not None:
-                made = self.steps.run(self, batch, store, records, body)
-                if made is not None:
-                    return made
+                recorded_output = self.steps.run(self, batch, store, records, body)
+                if recorded_output is not None:
+                    return recorded_output
             self.refresh()
             spec = self.spec
             if batch.forced_experts is not None:
@@ -332,13 +314,13 @@ class Decoder:
                     FlatContext(
                         self.spec.slots,
                         part,
-                        own,
-                        _routing(self.spec, part, own.device),
+                        part_store,
+                        _routing(self.spec, part, part_store.device),
                         indices=indices,
                     )
-                    for part, own in zip(batches, stores, strict=True)
+                    for part, part_store in zip(batches, stores, strict=True)
                 ]
-                output = self._forward(self.held, contexts, body=body, hooks=hooks)
+                output = self._forward(self.raw_module, contexts, body=body, hooks=hooks)
             if routing is not None:
                 for context in contexts:
                     assert context.routing is not None
@@ -354,75 +336,73 @@ class Decoder:
         *,
         hooks: bool = False,
     ) -> list[list[int]] | None:
-        """Draw tokens one after the other, as of `WholeModel.chain`; None where that is not possible.
+        """Draw several tokens of each sequence by `WholeModel.chain`.
 
-        Args:
-            hooks: as of `run`; where there are any, they are not skipped.
+        Returns None if it can't run, or with `hooks` if there are global hooks, which it would not run.
         """
         with exclusive:
-            if self.is_watched or (hooks and hooked_everywhere()):
-                return None  # angles may have been edited, and hooks see every forward
-            trusted = self._layers.unchanged(hooks=False, watched=False)
-            whole = self._layers.whole_now() if trusted and self._order is None else None
+            if self.is_editable or (hooks and has_global_hooks()):
+                return None  # cached cos and sin may be outdated; hooks must run once per forward
+            trusted = self._layers.unchanged(hooks=False, editable=False)
+            whole = self._layers.usable_whole() if trusted and self._order is None else None
             if whole is None:
                 return None
-            with plain_numbers():
+            with without_torch_modes():
                 context = FlatContext(self.spec.slots, batch, store)
                 return whole.chain(context, rows, lengths)
 
     def record_steps(self, make: Callable[[Decoder], Steps | None]) -> None:
-        """Run this decoder and its views by recorded steps from now on, or by none; forget those there are.
-
-        Args:
-            make: called for each of these decoders.
-        """
+        """Set the recorded steps of this decoder and its views to `make(decoder)`, which may be None."""
         for decoder in (self, *self._views):
             decoder.steps = make(decoder)
 
     @property
     def runs_whole(self) -> bool:
-        """Return whether all of its layers run in one call of the kernels."""
+        """Return whether all layers run in one kernel call."""
         return self._layers.whole is not None
 
     def steps_can_be_recorded(self) -> bool:
-        """Return whether every forward runs the same operations, without hooks."""
+        """Return whether the module has no hooks, so that every forward runs the same operations."""
         with exclusive:
             self.refresh()
-            hooked = self._tree.has_hooks() if self.is_watched else hooked_everywhere()
-            return not (self.spec.is_sparse or hooked)
+            return not (self._tree.has_hooks() if self.is_editable else has_global_hooks())
 
-    def check_experts_run_freely(self) -> None:
-        """Raise NotSupported if experts wait for the GPU in every layer."""
-        for module in self.held.modules():
-            if reads_back(module):
+    def check_runs_freely(self) -> None:
+        """Raise NotSupported if experts or indexers synchronize with the GPU during a forward."""
+        if self.spec.is_sparse:
+            raise NotSupported("indexers copy the number of keys back from the GPU")
+        for module in self.raw_module.modules():
+            if needs_sync(module):
                 name = type(module).__name__
-                raise NotSupported(f"{name} reads back how many rows each expert has")
+                raise NotSupported(
+                    f"{name} copies the number of rows of each expert back from the GPU"
+                )
 
     def forward_in_place(
         self, batch: Batch, rows: Tensor, store: KVStore, body: HiddenStore | None = None
     ) -> tuple[Forward, Tensor | None]:
-        """Do the work of `run` for a batch on the store's device, with its slots `rows`, without copies.
+        """Run one forward without copies, for graph capture; requires `steps_can_be_recorded`.
 
-        For graph capture; requires `steps_can_be_recorded`.
+        Batch and `rows`, its slots, are on the store's device.
 
         Returns:
-            What `run` does, and the experts of all routed layers, as of `Routing`.
+            The output of `run`, and the experts of all routed layers (`Routing.record`) or None.
         """
         with exclusive:
             routing = _routing(self.spec, batch, store.device)
             context = FlatContext(self.spec.slots, batch, store, routing, rows=rows)
-            made = self._forward(self.held, [context], body=body, hooks=False)
-            return made, None if routing is None else routing.record()
+            output = self._forward(self.raw_module, [context], body=body, hooks=False)
+            return output, None if routing is None else routing.record()
 
     def check_body(self, hidden_size: int) -> None:
-        """Check by a trial that `run` can store the body's output, `hidden_size` numbers per row.
+        """Check by a trial forward that `run` can store the body's output, `hidden_size` numbers per row.
 
         Raises:
-            NotSupported: it can't; the message has the reason.
+            NotSupported: `run` can't; the message says why.
         """
         with exclusive:
             self.refresh()
-            spec, device = self.spec, next(self.held.parameters()).device
+            spec, device = self.spec, next(self.raw_module.parameters()).device
             ids = torch.arange(_TRIAL_TOKENS) * 7 % max(1, spec.vocab_size - 3) + 1
             store = noise_store(spec.layers, spec.states, spec.dtype, device, count=1)
             batch = replace(span_batch({0: (0, _TRIAL_TOKENS)}, ids), wants_hidden=True)
@@ -430,10 +410,10 @@ class Decoder:
             body = HiddenStore(hidden_size, 2, BLOCK_SIZE, spec.dtype, device)
             self._head_reads_body = False
             try:
-                hidden = self._forward(self.held, [context], body=body, hooks=False).hidden
+                hidden = self._forward(self.raw_module, [context], body=body, hooks=False).hidden
                 assert hidden is not None
                 self._head_reads_body = torch.equal(hidden, body.read(context.rows))
-            except Exception as error:  # a body of any architecture
+            except Exception as error:  # a foreign body may raise anything
                 raise NotSupported(
                     f"{self.architecture}: the hidden states of its body can't be "
                     f"kept: {type(error).__name__}: {first_line(error)}"
@@ -447,42 +427,42 @@ class Decoder:
         body: HiddenStore | None = None,
         hooks: bool = True,
     ) -> Forward:
-        """Run the forwards of all micro-batches; join their outputs."""
+        """Run the forwards of all micro-batches, and join their outputs."""
         spec, layers, adapters = self.spec, self._layers, self.adapters
         wants_hidden = contexts[0].batch.wants_hidden
-        forwards_of_layers, fused = self._forwards, True
+        layer_forwards, fused = self._forwards, True
         groups = [group for context in contexts for group in context.adapted]
         if groups:
-            forwards_of_layers = [*self._unfused, *adapters.forwards(groups)]
-            fused = adapters.serves(groups, whole=False)
+            layer_forwards = [*self._unfused, *adapters.forwards(groups)]
+            fused = adapters.can_fuse(groups, whole=False)
             if fused:
-                forwards_of_layers += layers.forwards
+                layer_forwards += layers.forwards
                 for context in contexts:
                     if context.direct is not None and context.adapted:
                         context.direct.adapt(adapters.structs(context.adapted))
-        watched = self.is_watched
-        hooked = hooks and (self._tree.has_hooks() if watched else hooked_everywhere())
+        editable = self.is_editable
+        hooked = hooks and (self._tree.has_hooks() if editable else has_global_hooks())
         if hooked:  # a hook may keep references to modules, and edit them later
             self._expect_edits()
-        trusted = layers.unchanged(hooks=hooked, watched=watched)
+        trusted = layers.unchanged(hooks=hooked, editable=editable)
         for context in contexts:
             context.trusted = trusted
         context = contexts[0]
-        serves = body is None or self._head_reads_body
-        serves = serves and self._order is None and adapters.serves(groups, whole=True)
-        whole = layers.whole_now() if serves and trusted else None
+        as_whole = body is None or self._head_reads_body
+        as_whole = as_whole and self._order is None and adapters.can_fuse(groups, whole=True)
+        whole = layers.usable_whole() if as_whole and trusted else None
         if whole is not None:
-            with plain_numbers():
-                found = whole.run(context, body, watched=watched)
-            if found is not None:
-                return found if wants_hidden else Forward(found.logits)
+            with without_torch_modes():
+                output = whole.run(context, body, editable=editable)
+            if output is not None:
+                return output if wants_hidden else Forward(output.logits)
         with (
-            patched(self._tree, forwards_of_layers, hooks=hooks),
+            patched(self._tree, layer_forwards, hooks=hooks),
             self._mode(),
-            recorded(head_of(inner_model(module)) if wants_hidden else None, contexts) as seen,
-            recorded(
+            record_values(head_of(inner_model(module)) if wants_hidden else None, contexts) as seen,
+            record_values(
                 None if body is None else inner_model(module).get_decoder(), contexts, outputs=True
-            ) as made,
+            ) as body_outputs,
         ):
             if self._order is None:
                 with activate(context):
@@ -498,12 +478,12 @@ class Decoder:
                 if wants_hidden
             ]
             if body is not None:
-                for context, (last,) in zip(contexts, made, strict=True):
+                for context, (last,) in zip(contexts, body_outputs, strict=True):
                     body.write(context.rows, last.flatten(0, -2))
         return Forward(_joined(logits), _joined(hidden) if hidden else None)
 
     def _mode(self) -> AbstractContextManager[object]:
-        """Return the torch-function override that all of this forward needs; usually none."""
+        """Return the torch-function override for a whole forward; usually none."""
         # Functions called by hooks were not inspected, so they need the override.
         override = self._batch_invariant and (self._override_all or self._tree.has_hooks())
         return InvariantMode() if override else nullcontext()

@@ -1,39 +1,41 @@
-"""Comparison of two ways to compute the same, by which every fast path is held to the plain one."""
+"""Differential checks: every fast path is compared to the reference implementation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 Case = TypeVar("Case")
 
 
 class Mismatch(NamedTuple):
-    """The first tensors that differ."""
+    """The first two tensors that differ."""
 
     case: Any
-    place: int  # among the tensors of that case
-    ours: Tensor
-    theirs: Tensor
+    place: int  # index among the tensors of that case
+    actual: Tensor
+    expected: Tensor
 
 
 def differential_check(
-    ours: Callable[[Case], Sequence[Tensor]],
-    theirs: Callable[[Case], Sequence[Tensor]],
+    actual: Callable[[Case], Sequence[Tensor]],
+    expected: Callable[[Case], Sequence[Tensor]],
     cases: Iterable[Case],
     same: Callable[[Tensor, Tensor], bool] | None = None,
 ) -> Mismatch | None:
-    """Compare what two functions compute for each case; return the first difference, or None.
+    """Compare the results of two functions for each case; return the first difference, or None.
 
-    Args:
-        same: returns whether two tensors are equal; None: `bit_equal`.
+    Tensors are compared by `same`, by default `bit_equal`.
     """
     same = bit_equal if same is None else same
     for case in cases:
-        pairs = zip(ours(case), theirs(case), strict=True)
+        pairs = zip(actual(case), expected(case), strict=True)
         for place, (a, b) in enumerate(pairs):
             if not same(a, b):
                 return Mismatch(case, place, a, b)
@@ -44,16 +46,16 @@ def bit_equal(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are equal bit for bit, with the same dtype and shape."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    whole = {4: torch.int32, 2: torch.int16}.get(a.element_size())
-    if whole is None or not a.is_floating_point():
+    if not a.is_floating_point():
         return torch.equal(a, b)
-    return torch.equal(a.contiguous().view(whole), b.contiguous().view(whole))
+    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[a.element_size()]
+    return torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
 
 
 def largest_error(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference of logits `[..., T, V]`.
+    """Return the largest absolute difference of logits `[..., T, V]`.
 
-    In half precision that of the median row, as a rounding may send a token to another expert.
+    In half precision it is the median over rows, as rounding may route a token to another expert.
     """
     if not a.numel():
         return 0.0
@@ -62,10 +64,50 @@ def largest_error(a: Tensor, b: Tensor) -> float:
 
 
 def tolerance(logits: Tensor, scale: float) -> float:
-    """Return the error that roundings explain in logits whose largest is `scale`."""
+    """Return the largest error attributed to rounding in logits with magnitudes up to `scale`."""
     return scale * (1e-3 if logits.dtype == torch.float32 else 1e-1)
 
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Return random numbers, the same for the same arguments."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    """Return normally distributed numbers, reproducible by `seed`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+
+
+@contextmanager
+def trial() -> Iterator[None]:
+    """Hide the block from overrides and recordings of torch's functions, without gradients."""
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch.no_grad(),
+        torch.inference_mode(False),
+    ):
+        yield
+
+
+def copy_of(module: nn.Module, tensor_of: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """Return a copy of a module without hooks and replaced forwards, which shares its other attributes.
+
+    Args:
+        tensor_of: function from name and original of a parameter or buffer to that of the copy.
+    """
+    copies: dict[int, nn.Module] = {}
+
+    def copied(module: nn.Module) -> nn.Module:
+        if id(module) in copies:
+            return copies[id(module)]
+        copy = copies[id(module)] = object.__new__(type(module))
+        fields = copy.__dict__
+        fields.update(
+            module.__dict__, _forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict()
+        )
+        fields.pop("forward", None)  # a patch or a gate would run the original
+        for kind in ("_parameters", "_buffers"):
+            tensors = module.__dict__[kind].items()
+            fields[kind] = {n: None if x is None else tensor_of(n, x) for n, x in tensors}
+        children = module._modules.items()
+        fields["_modules"] = {n: None if child is None else copied(child) for n, child in children}
+        return copy
+
+    return copied(module)

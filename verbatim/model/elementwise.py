@@ -1,6 +1,6 @@
-"""Norms and activations by the compiled kernels.
+"""Norms and activations computed by the compiled kernels.
 
-They are the functions of fused layers (`layer.py`), so a layer run module by module is bit-identical.
+Fused layers (`layer.py`) use the same functions, so they are bit-identical to layers run module by module.
 """
 
 from __future__ import annotations
@@ -10,56 +10,48 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from verbatim import kernels
-from verbatim.kernels.functions import SUFFIX, addresses, run, struct_of
+from verbatim.kernels.functions import SUFFIX, addresses, run, struct_layout
 from verbatim.kernels.options import Activation, NormKind
-from verbatim.model.differential import noise
+from verbatim.model.differential import noise, trial
 
 
-@struct_of("norm")
+@struct_layout("P weight\nL width\nF eps\nI kind\nP bias", size="norm")
 class NormStruct(ctypes.Structure):
     """`vb::Norm` of kernels/elementwise.h."""
 
-    _fields_ = [
-        ("weight", ctypes.c_void_p),
-        ("width", ctypes.c_int64),
-        ("eps", ctypes.c_float),
-        ("kind", ctypes.c_int32),
-        ("bias", ctypes.c_void_p),
-    ]
 
-
-OF_MLPS = [a for a in Activation if not Activation.SIGMOID <= a <= Activation.SOFTPLUS]
+MLP_ACTIVATIONS = [a for a in Activation if not Activation.SIGMOID <= a <= Activation.SOFTPLUS]
 
 
 def activation_of(module: Any) -> Activation | None:
-    """Return the activation of an MLP that a module computes, if the kernels have it."""
-    # Nothing here is recorded, nor made on the default device of a model that is being opened.
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+    """Return the MLP activation that a module computes, by a trial; None if the kernels don't have it."""
+    with trial():  # not on the default device of a model that is being opened
         x = 3.0 * noise((999,), torch.float32)
-        x[::9] *= 100.0  # where some are clamped
-        if not served(x):
+        x[::9] *= 100.0  # large enough for activations that clamp
+        if not supports(x):
             return None
         try:
-            found = type(module).forward(module, x)
-            return next(a for a in OF_MLPS if torch.allclose(activate(x, a), found, 1e-5, 1e-6))
-        except Exception:  # it is anything else
+            expected = type(module).forward(module, x)
+            return next(
+                a for a in MLP_ACTIVATIONS if torch.allclose(activate(x, a), expected, 1e-5, 1e-6)
+            )
+        except Exception:  # not an activation
             return None
 
 
-def served(x: Tensor, activation: Activation | None = None) -> bool:
-    """Return whether the kernels support `x`: float32 and bfloat16 on the CPU, without gradients.
+def supports(x: Tensor, activation: Activation | None = None) -> bool:
+    """Return whether the kernels support `x`: float32 or bfloat16 on the CPU, without gradients.
 
-    With an activation, also on a GPU, if the kernels there have it.
+    With an `activation`, also on a GPU, if the Triton kernels have it.
     """
     if x.requires_grad and torch.is_grad_enabled():
         return False
-    if activation is not None and kernels.triton_serves(x.device):
+    if activation is not None and kernels.uses_triton(x.device):
         from verbatim.kernels.triton import elementwise
 
-        return elementwise.served(x, activation)
+        return elementwise.supports(x, activation)
     return x.dtype in SUFFIX and x.is_cpu and kernels.library() is not None
 
 
@@ -67,28 +59,25 @@ def served(x: Tensor, activation: Activation | None = None) -> bool:
 def norm(
     x: Tensor, weight: Tensor | None, eps: float, kind: NormKind, bias: Tensor | None = None
 ) -> Tensor:
-    """Compute the norm over the last dimension of `x` `[..., N]`; `weight` and `bias` `[N]` have its dtype,
-    or are None.
+    """Normalize `x` `[..., N]` over its last dimension; requires `supports(x)`.
 
-    `served(x)` must hold. 1 / sqrt(mean + eps) is computed in float32, the sum of squares in sixteen lanes.
+    `weight` and `bias` `[N]` have the dtype of `x`, or are None. 1 / sqrt(mean + eps) is computed in
+    float32, from a sum of squares in sixteen lanes.
     """
     x = x.contiguous()
     out, width = torch.empty_like(x), x.shape[-1]
     if x.numel():
         at_weight, at_bias = addresses(weight, bias)
         struct = NormStruct(at_weight, width, eps, kind, at_bias)
-        at = out.data_ptr(), x.data_ptr(), ctypes.byref(struct)
-        run("vb_norm", x.dtype, *at, x.numel() // width)
+        pointers = out.data_ptr(), x.data_ptr(), ctypes.byref(struct)
+        run("vb_norm", x.dtype, *pointers, x.numel() // width)
     return out
 
 
 @kernels.without_overrides
 def activate(x: Tensor, activation: Activation, up: Tensor | None = None) -> Tensor:
-    """Compute the activation of `x`, rounded to its dtype, and times `up`.
-
-    `served(x, activation)` must hold.
-    """
-    if kernels.triton_serves(x.device):
+    """Return the activation of `x`, rounded, times `up` if given; requires `supports(x, activation)`."""
+    if kernels.uses_triton(x.device):
         from verbatim.kernels.triton import elementwise
 
         return elementwise.activate(x, activation, up)

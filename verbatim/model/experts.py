@@ -1,10 +1,9 @@
 """Mixture-of-experts layers on flat batches.
 
-`flat_experts` is registered in transformers' `ExpertsInterface`. It is batch-invariant: each expert's rows
-go through batch-invariant products, and the top-k outputs of a token are added in the order of its slots,
-in float32. One kernel call runs all experts of a layer, on a GPU one for each product;
-`ExpertsParts.one`, expert by expert, is their slow reference. The experts of each token are passed to the
-active forward context (`routing.py`).
+`flat_experts` is registered in transformers' `ExpertsInterface`. It is batch-invariant: products are, and the
+top-k outputs of a token are added in the order of its slots, in float32. One kernel call runs all experts of
+a layer; on a GPU there is one call per product. The slow reference is `ExpertsParts.run_one`, which runs a
+single expert. The chosen experts are reported to the active forward context (`routing.py`).
 """
 
 from __future__ import annotations
@@ -22,51 +21,49 @@ import torch
 from torch import Tensor, nn
 
 from verbatim import kernels
-from verbatim.kernels.functions import SUFFIX, addresses, run, struct_of
+from verbatim.kernels.functions import SUFFIX, addresses, run, struct_layout
 from verbatim.kernels.options import Activation
+from verbatim.kernels.packing import WeightPacking
 from verbatim.model import elementwise
-from verbatim.model.context import route
-from verbatim.model.elementwise import NormStruct, activation_of
+from verbatim.model.context import replaces, route
+from verbatim.model.differential import noise, trial
+from verbatim.model.elementwise import activation_of
 from verbatim.model.fingerprint import Fingerprint, Place, tensors_of
 from verbatim.model.norms import Norm, find_norm
-from verbatim.model.products import Matrix, Packed, linear
+from verbatim.model.products import linear
 from verbatim.model.structs import NotFusable, matrix_at, norm_of
-from verbatim.model.weight_packing import WeightPacking
+from verbatim.quantization.matrix import QuantizedMatrix
 
 # As `Glu` of kernels/experts.h.
 UNGATED, SPLIT, SPLIT_WIDE, CLAMPED_PAIRS, CLAMPED_HALVES, CLAMPED_SPLIT = range(6)
 _CLAMPED = (CLAMPED_PAIRS, CLAMPED_HALVES, CLAMPED_SPLIT)
 
-_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
-
+@struct_layout("Matrix first\nL data_step bias_step")
 class StackStruct(ctypes.Structure):
     """`Stack` of kernels/experts.h."""
 
-    _fields_ = (("first", Matrix), ("data_step", _LONG), ("bias_step", _LONG))
+
+_EXPERTS = """
+    StackStruct inputs[2] down
+    NormStruct norm
+    L count hidden inner
+    I num_inputs glu activation
+    F alpha limit
+"""
 
 
-@struct_of("experts")
+@struct_layout(_EXPERTS, size="experts")
 class ExpertsStruct(ctypes.Structure):
     """`Experts` of kernels/experts.h."""
-
-    _fields_ = (
-        ("inputs", StackStruct * 2),
-        ("down", StackStruct),
-        ("norm", NormStruct),
-        *((name, _LONG) for name in ("count", "hidden", "inner")),
-        *((name, _INT) for name in ("num_inputs", "glu", "activation")),
-        ("alpha", _FLOAT),
-        ("limit", _FLOAT),
-    )
 
 
 class Stack(NamedTuple):
     """One matrix per expert, `[cols, depth]`, or `[depth, cols]` if transposed.
 
     Attributes:
-        weight: reference of the parameter, or of the bytes of a quantized one.
-        bias: reference of `[experts, cols]`; may be missing.
+        weight: place of the stacked parameter, or of the bytes of a quantized weight.
+        bias: place of the biases `[experts, cols]`; they may be missing.
     """
 
     weight: Place
@@ -77,36 +74,34 @@ class Stack(NamedTuple):
     packing: WeightPacking | None
 
     def project(self, expert: int, rows: Tensor) -> Tensor:
-        """Multiply `rows` `[n, depth]` with one matrix: `[n, cols]`."""
-        biases = self.bias[0].get(self.bias[1])
+        """Multiply `rows` `[n, depth]` by the matrix of one expert: `[n, cols]`."""
+        biases, tensor = self.bias.tensor, self.weight.tensor
         bias = None if biases is None else biases[expert]
-        tensor: Tensor = self.weight[0][self.weight[1]]
         if self.packing is not None:
-            one = self.packing.one
-            return linear(rows, Packed(tensor.view(-1, one.nbytes)[expert], one), bias)
+            one = self.packing.single
+            return linear(rows, QuantizedMatrix(tensor.view(-1, one.nbytes)[expert], one), bias)
         shape = (self.depth, self.cols) if self.transposed else (self.cols, self.depth)
         matrix = tensor.view(-1, *shape)[expert]
         return linear(rows, matrix.t() if self.transposed else matrix, bias)
 
     def project_sorted(self, starts: Tensor, rows: Tensor) -> Tensor:
-        """Multiply rows `[n, depth]`, sorted by expert, with their matrices, on a GPU: `[n, cols]`."""
+        """Multiply rows `[n, depth]`, sorted by expert, by their experts' matrices on a GPU: `[n, cols]`."""
         from verbatim.kernels.triton.linear import linear_by_expert
 
         shape = (self.depth, self.cols) if self.transposed else (self.cols, self.depth)
-        matrices = self.weight[0][self.weight[1]].view(-1, *shape)
+        matrices = self.weight.tensor.view(-1, *shape)
         matrices = matrices.mT if self.transposed else matrices
-        return linear_by_expert(rows, matrices, self.bias[0].get(self.bias[1]), starts)
+        return linear_by_expert(rows, matrices, self.bias.tensor, starts)
 
     def struct(self, dtype: torch.dtype) -> StackStruct:
         """Return the stack for the kernels; raise NotFusable if they can't read it."""
-        tensor: Any = self.weight[0][self.weight[1]]
-        biases = self.bias[0].get(self.bias[1])
+        biases, tensor = self.bias.tensor, self.weight.tensor
         columns = self.packing is None and self.transposed
-        if columns and tensor.ndim == 3 and tensor.mT.is_contiguous():  # held by rows (`load.py`)
+        if columns and tensor.ndim == 3 and tensor.mT.is_contiguous():  # `weights/load.py`
             tensor, columns = tensor.data.mT, False
         first = matrix_at(tensor, biases, dtype, self.cols, self.depth, self.packing)
         if self.packing is not None:
-            step = self.packing.one.nbytes
+            step = self.packing.single.nbytes
         else:
             step = self.cols * self.depth * tensor.element_size()
             first.transposed = columns
@@ -115,34 +110,34 @@ class Stack(NamedTuple):
 
 
 def _stack(layer: nn.Module, name: str, transposed: bool) -> Stack:
-    """Return the stack of a parameter `[experts, cols, depth]`, or `[experts, depth, cols]`."""
+    """Return the stack of a parameter `[experts, cols, depth]`; `[experts, depth, cols]` if transposed."""
     packing: WeightPacking | None = layer.__dict__.get("packings", {}).get(name)
-    bias = (layer._parameters, f"{name}_bias")
+    bias = Place(layer._parameters, f"{name}_bias")
     if packing is None:
-        weight: Place = (layer._parameters, name)
+        weight = Place(layer._parameters, name)
         parameter = layer._parameters.get(name)
         if parameter is None or parameter.ndim != 3:
             raise NotFusable(f"its experts have no stacked {name}")
         shape = parameter.shape[1:]
     else:
-        weight, shape = (layer._buffers, f"{name}_packed"), torch.Size(packing.shape[1:])
+        weight, shape = Place(layer._buffers, f"{name}_packed"), torch.Size(packing.shape[1:])
     cols, depth = reversed(shape) if transposed else shape
     return Stack(weight, bias, cols, depth, transposed, packing)
 
 
 class ExpertsParts:
-    """The matrices and the gate of an experts module.
+    """The matrices, the activation and the gate of an experts module.
 
     Args:
-        experts: a module of transformers' interface, or with equivalent code of its own.
+        experts: a module of transformers' experts interface, or an equivalent one of `_OWN_FORWARD`.
 
     Raises:
-        NotFusable: an unknown kind of module.
+        NotFusable: the module is of an unknown kind.
     """
 
     def __init__(self, experts: Any) -> None:
-        self._module = weakref.ref(experts)  # weak, as this may be stored by module
-        gated = _is_own(experts) or bool(getattr(experts, "has_gate", False))
+        self._module = weakref.ref(experts)  # weak, as `_parts` maps the module to this object
+        gated = _has_own_forward(experts) or bool(getattr(experts, "has_gate", False))
         if type(experts).__name__ == "DbrxExperts":
             self.inputs, self.down = _dbrx_stacks(experts)
         else:
@@ -153,10 +148,8 @@ class ExpertsParts:
         if getattr(experts, "has_post_expert_norm", False):
             self.norm = find_norm(experts.post_expert_norm)
             if self.norm is None:
-                raise NotFusable("the norm behind its experts is no RMS norm of a known family")
-        self.glu, self.alpha, self.limit = UNGATED, 0.0, 0.0
-        if gated:
-            self.glu, self.alpha, self.limit = _glu_of(experts)
+                raise NotFusable("the norm after its experts is not a known kind of RMS norm")
+        self.glu, self.alpha, self.limit = _glu_of(experts) if gated else (UNGATED, 0.0, 0.0)
         self.tensors: list[Place] = [
             p for s in (*self.inputs, self.down) for p in (s.weight, s.bias)
         ]
@@ -164,7 +157,7 @@ class ExpertsParts:
             self.tensors += tensors_of([self.norm.module])
         self._struct = ExpertsStruct()
         self._fingerprint = Fingerprint(self.tensors)
-        self._dtype: torch.dtype | None = None  # of the activations that the struct is for
+        self._dtype: torch.dtype | None = None  # of activations that `_struct` is for
 
     @property
     def module(self) -> Any:
@@ -173,48 +166,41 @@ class ExpertsParts:
 
     @property
     def hidden(self) -> int:
-        """Width of a row."""
+        """Width of a hidden state."""
         return self.inputs[0].depth
 
     @cached_property
     def activation(self) -> Activation | None:
-        """The activation, if the kernels have it; they compute it, so they must be enabled."""
+        """The activation, None if the kernels lack it. Determined by a trial of enabled kernels."""
         act: Any = _act_of(self.module)
         return None if act is None else activation_of(act)
 
     def struct(self, dtype: torch.dtype) -> ExpertsStruct:
-        """Return the struct for the kernels, for activations of `dtype`, at a fixed address.
-
-        Raises:
-            NotFusable: the kernels can't read the weights in place.
-        """
+        """Return the kernels' struct for `dtype`, at a fixed address; raise NotFusable if unsupported."""
         if self._dtype is dtype and self._fingerprint.same_layouts():
             return self._struct
         self._dtype = None
         struct = self._struct
         if self.glu not in _CLAMPED and self.activation is None:
-            raise NotFusable("the activation of its experts is no SiLU, GELU or ReLU")
+            raise NotFusable("the activation of its experts is not SiLU, GELU or ReLU")
         for i, stack in enumerate(self.inputs):
             struct.inputs[i] = stack.struct(dtype)
         struct.down = self.down.struct(dtype)
         struct.norm = norm_of(self.norm, dtype, self.hidden, None)
-        weight: Tensor = self.down.weight[0][self.down.weight[1]]
-        each = struct.down.data_step
-        struct.count = weight.nbytes // max(1, each)
+        struct.count = self.down.weight.tensor.nbytes // max(1, struct.down.data_step)
         struct.hidden, struct.inner = self.hidden, self.down.depth
         struct.num_inputs, struct.glu = len(self.inputs), self.glu
         struct.activation = self.activation or 0
         struct.alpha, struct.limit = self.alpha, self.limit
-        width = sum(s.cols for s in self.inputs)
-        if width != self.down.depth * (1 if self.glu == UNGATED else 2):
-            raise NotFusable("the matrices of its experts do not fit together")
-        if self.down.cols != self.hidden or any(s.depth != self.hidden for s in self.inputs):
-            raise NotFusable("the matrices of its experts do not fit together")
+        fits = sum(s.cols for s in self.inputs) == struct.inner * (1 + (self.glu != UNGATED))
+        fits &= self.down.cols == self.hidden and all(s.depth == self.hidden for s in self.inputs)
+        if not fits:
+            raise NotFusable("the matrices of its experts have inconsistent shapes")
         self._fingerprint.record_layouts()
         self._dtype = dtype
         return struct
 
-    def served(self, rows: Tensor) -> ExpertsStruct | None:
+    def struct_for(self, rows: Tensor) -> ExpertsStruct | None:
         """Return the struct if the kernels can run `rows`, else None."""
         if rows.dtype not in SUFFIX or not rows.is_cpu or kernels.library() is None:
             return None
@@ -224,26 +210,26 @@ class ExpertsParts:
             return None
 
     def sorts_on_gpu(self, dtype: torch.dtype | None = None) -> bool:
-        """Return whether `all_sorted` can run rows of a dtype; None: of the weights'."""
-        tensors = [t for place in self.tensors if (t := place[0].get(place[1])) is not None]
-        if not tensors or not kernels.triton_serves(tensors[0].device):
+        """Return whether `run_sorted` can run rows of `dtype`; None: the dtype of the weights."""
+        tensors = [t for place in self.tensors if (t := place.tensor) is not None]
+        if not tensors or not kernels.uses_triton(tensors[0].device):
             return False
-        from verbatim.kernels.triton.linear import served
+        from verbatim.kernels.triton.linear import supports
 
-        one = tensors[0].new_empty(0, dtype=dtype)
+        sample = tensors[0].new_empty(0, dtype=dtype)
         return all(s.packing is None for s in (*self.inputs, self.down)) and all(
-            served(one, tensor.dtype, None) for tensor in tensors
+            supports(sample, tensor.dtype, None) for tensor in tensors
         )
 
-    def all_sorted(self, starts: Tensor, rows: Tensor) -> Tensor:
-        """Run all experts on `rows` `[n, H]`, sorted by expert, on a GPU, which is not waited for.
+    def run_sorted(self, starts: Tensor, rows: Tensor) -> Tensor:
+        """Run all experts on `rows` `[n, H]`, sorted by expert, on a GPU without synchronization.
 
         Args:
-            starts: `[experts + 1]` int64, the first row of each. Rows behind the last have any numbers.
+            starts: first row of each expert, `[experts + 1]` int64. Outputs from the last on are arbitrary.
         """
         return self._run(rows, lambda stack, x: stack.project_sorted(starts, x))
 
-    def one(self, expert: int, rows: Tensor) -> Tensor:
+    def run_one(self, expert: int, rows: Tensor) -> Tensor:
         """Run one expert on `rows` `[n, H]`, product by product."""
         return self._run(rows, lambda stack, x: stack.project(expert, x))
 
@@ -255,9 +241,9 @@ class ExpertsParts:
         return out
 
     def _gate(self, x: Tensor) -> Tensor:
-        """Return the input of `down` for input products `x` `[n, width]`."""
+        """Apply activation and gate to the input products `x` `[n, width]`; return the input of `down`."""
         experts: Any = self.module
-        if elementwise.served(x) and (self.glu in _CLAMPED or self.activation is not None):
+        if elementwise.supports(x) and (self.glu in _CLAMPED or self.activation is not None):
             return self._gate_in_kernel(x)
         if self.glu in _CLAMPED:
             return _clamped(x, self.glu, self.alpha, self.limit)
@@ -279,24 +265,24 @@ class ExpertsParts:
 
 
 class ExpertShare:
-    """The placement of experts that are not all in their module's parameters.
+    """Runs experts that are not all in their module's parameters, for example if ranks share them.
 
-    It is the module's attribute `expert_share`.
+    An instance is stored in the experts module's attribute `expert_share`.
 
     Attributes:
-        where: description for `llm.info()`.
-        held: module with the local experts' parameters; None: the experts module.
+        location: description of the experts' placement for `llm.info()`.
+        local_experts: module with the local experts' parameters; None: the experts module itself.
     """
 
-    where = "on each rank its own"
-    held: nn.Module | None = None
+    location = "each rank runs its own"
+    local_experts: nn.Module | None = None
 
     def run(self, experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
-        """Return the output of all experts, wherever they are; as `run_experts`.
+        """Run local and remote experts; `run_experts` does the same for local ones.
 
         Args:
-            rows: `[n, H]`, sorted by expert, followed by those of identity experts.
-            counts: rows of each expert.
+            rows: `[n, H]`, sorted by expert; the rows of identity experts are last.
+            counts: number of rows of each expert.
         """
         raise NotImplementedError
 
@@ -305,25 +291,25 @@ _parts: weakref.WeakKeyDictionary[nn.Module, ExpertsParts] = weakref.WeakKeyDict
 
 
 def parts_of(experts: nn.Module) -> ExpertsParts:
-    """Return the cached parts of an experts module; raise NotFusable for an unknown kind."""
+    """Return the cached parts of an experts module; raise NotFusable if its class is unknown."""
     parts = _parts.get(experts)
-    if parts is None or parts.tensors[0][0].get(parts.tensors[0][1]) is None:
-        parts = _parts[experts] = ExpertsParts(experts)  # again if it was quantized meanwhile
+    if parts is None or parts.tensors[0].tensor is None:
+        parts = _parts[experts] = ExpertsParts(experts)  # rebuilt after quantization
     return parts
 
 
 def is_stacked(module: nn.Module) -> bool:
-    """Return whether it is an experts module of transformers' interface."""
+    """Return whether a module implements transformers' experts interface."""
     return all(hasattr(module, name) for name in ("num_experts", "has_gate", "is_transposed"))
 
 
 def runs_flat(module: nn.Module) -> bool:
     """Return whether `flat_experts` runs this module."""
-    return is_stacked(module) or _is_own(module)
+    return is_stacked(module) or _has_own_forward(module)
 
 
-def reads_back(module: nn.Module) -> bool:
-    """Return whether it is an experts module whose `flat_experts` waits for the numbers of rows."""
+def needs_sync(module: nn.Module) -> bool:
+    """Return whether `flat_experts` runs this module, but not by `run_sorted`, which needs no GPU sync."""
     if not runs_flat(module):
         return False
     with suppress(NotFusable):
@@ -332,19 +318,19 @@ def reads_back(module: nn.Module) -> bool:
 
 
 def how_run(experts: Any, dtype: torch.dtype) -> str | None:
-    """Say how an experts module runs by itself; None where `flat_experts` does not run it."""
+    """Describe how an experts module runs outside of fused layers; None if `flat_experts` does not run it."""
     if not runs_flat(experts):
         return None
     share: ExpertShare | None = getattr(experts, "expert_share", None)
-    where = "" if share is None else f", {share.where}"
-    held = experts if share is None or share.held is None else share.held
-    if not reads_back(experts):
+    where = "" if share is None else f", {share.location}"
+    local = experts if share is None or share.local_experts is None else share.local_experts
+    if not needs_sync(experts):
         return "all in one kernel call for each product"
     if kernels.library() is None or dtype not in SUFFIX:
         return f"expert by expert{where}: no compiled kernels for them"
     try:
-        parts = parts_of(held)
-        tensors = [place[0].get(place[1]) for place in parts.tensors]
+        parts = parts_of(local)
+        tensors = [place.tensor for place in parts.tensors]
         if any(t is not None and t.untyped_storage().nbytes() < t.nbytes for t in tensors):
             return "all in one kernel call, read with their layer"
         parts.struct(dtype)
@@ -354,20 +340,20 @@ def how_run(experts: Any, dtype: torch.dtype) -> str | None:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether the stacked matrices of an experts module are stored by columns."""
+    """Return whether an experts module stores its matrices transposed, `[experts, depth, cols]`."""
     return type(module).__name__ == "Llama4TextExperts" or getattr(module, "is_transposed", False)
 
 
 def stacked_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the stacked matrices of an experts module run by `flat_experts`; none of other modules."""
+    """Return the stacked matrices of a module that `flat_experts` runs; empty for other modules."""
     if not runs_flat(module):
         return []
     try:
-        stacks = ExpertsParts(module)
+        parts = ExpertsParts(module)
     except NotFusable:
         return []
-    found = [place[0].get(place[1]) for place, *_ in (*stacks.inputs, stacks.down)]
-    return [p for p in found if isinstance(p, nn.Parameter)]
+    weights = [stack.weight.tensor for stack in (*parts.inputs, parts.down)]
+    return [p for p in weights if isinstance(p, nn.Parameter)]
 
 
 def flat_experts(
@@ -376,12 +362,12 @@ def flat_experts(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """Run the chosen experts.
+    """Run the chosen experts of each token, and return the weighted sum of their outputs.
 
     Args:
         experts: a transformers experts module with weights stacked along the first dimension.
         hidden: `[T, H]`.
-        top_k_index: `[T, k]` int64, the experts of each token; one beyond the last is the identity.
+        top_k_index: `[T, k]` int64, the experts of each token; ids beyond the last expert are the identity.
         top_k_weights: `[T, k]`.
 
     Returns:
@@ -391,38 +377,37 @@ def flat_experts(
     num_tokens, top_k = top_k_index.shape
     parts = parts_of(experts)
     share: ExpertShare | None = getattr(experts, "expert_share", None)
-    struct = parts.served(hidden) if share is None else None
+    struct = parts.struct_for(hidden) if share is None else None
     if struct is not None:
         hidden, weights = hidden.contiguous(), top_k_weights.float().contiguous()
         index, out = top_k_index.to(torch.int32).contiguous(), torch.empty_like(hidden)
-        at, chosen = (ctypes.byref(struct), hidden.data_ptr()), addresses(index, weights)
-        run("vb_experts", hidden.dtype, *at, num_tokens, *chosen, top_k, out.data_ptr())
+        source, routing = (ctypes.byref(struct), hidden.data_ptr()), addresses(index, weights)
+        run("vb_experts", hidden.dtype, *source, num_tokens, *routing, top_k, out.data_ptr())
         return out
-    # Slots sorted by expert: each expert has consecutive rows. The sort is stable, although no
-    # row's result depends on its position.
+    # Sort slots by expert, so that each expert has consecutive rows.
     sorted_index, by_expert = torch.sort(top_k_index.reshape(-1), stable=True)
     rows = hidden[by_expert // top_k]
     count = num_experts(experts)
     if share is None and parts.sorts_on_gpu(rows.dtype):
-        numbers = torch.arange(count + 1, device=rows.device)
-        out = parts.all_sorted(torch.searchsorted(sorted_index, numbers), rows)
+        expert_ids = torch.arange(count + 1, device=rows.device)
+        out = parts.run_sorted(torch.searchsorted(sorted_index, expert_ids), rows)
         out = torch.where((sorted_index < count)[:, None], out, rows)
-        return _joined(out, by_expert, top_k_weights).to(hidden.dtype)
+        return _weighted_sum(out, by_expert, top_k_weights).to(hidden.dtype)
     counts = torch.bincount(top_k_index.reshape(-1), minlength=count).tolist()[:count]
     if share is None:
         out = run_experts(experts, rows, counts)
     else:
         out = share.run(experts, rows, counts)
     out = torch.cat([out, rows[len(out) :]])
-    return _joined(out, by_expert, top_k_weights).to(hidden.dtype)
+    return _weighted_sum(out, by_expert, top_k_weights).to(hidden.dtype)
 
 
-def _joined(out: Tensor, by_expert: Tensor, weights: Tensor) -> Tensor:
-    """Add up what the experts of each token made, by its slots, in float32: `[T, H]`.
+def _weighted_sum(out: Tensor, by_expert: Tensor, weights: Tensor) -> Tensor:
+    """Add up the weighted outputs of each token's experts, in slot order and float32: `[T, H]`.
 
     Args:
         out: `[T * k, H]`, sorted by expert.
-        by_expert: the slot of each row of `out`.
+        by_expert: the slot of each row of `out`, `[T * k]`.
         weights: `[T, k]`.
     """
     slots = torch.empty_like(out)
@@ -435,20 +420,20 @@ def _joined(out: Tensor, by_expert: Tensor, weights: Tensor) -> Tensor:
 
 
 def run_experts(experts: Any, rows: Tensor, counts: list[int] | Tensor) -> Tensor:
-    """Run the local experts on rows `[n, H]`, sorted by expert, `counts[e]` of each."""
+    """Run the local experts on rows `[n, H]`, sorted by expert: `counts[e]` rows for expert `e`."""
     parts, counts = parts_of(experts), torch.as_tensor(counts, dtype=torch.int64)
     starts = torch.zeros(len(counts) + 1, dtype=torch.int64)
     torch.cumsum(counts, 0, out=starts[1:])
     out = rows.new_empty(int(starts[-1]), rows.shape[1])
-    struct = parts.served(rows)
+    struct = parts.struct_for(rows)
     if struct is not None and struct.count == len(counts):
         rows = rows.contiguous()
-        at = ctypes.byref(struct)
-        run("vb_experts_sorted", rows.dtype, at, *addresses(rows, starts, out))
+        address = ctypes.byref(struct)
+        run("vb_experts_sorted", rows.dtype, address, *addresses(rows, starts, out))
         return out
     for expert, (start, stop) in enumerate(pairwise(starts.tolist())):
         if start < stop:
-            out[start:stop] = parts.one(expert, rows[start:stop])
+            out[start:stop] = parts.run_one(expert, rows[start:stop])
     return out
 
 
@@ -457,31 +442,30 @@ def num_experts(experts: Any) -> int:
     return int(getattr(experts, "num_routed_experts", None) or experts.num_experts)
 
 
-# ---- how a gate is applied ----
+# ---- gates ----
 
 
 def _act_of(experts: Any) -> Any:
-    """Return the activation of an experts module."""
     mlp = getattr(experts, "mlp", None)
     return getattr(experts, "act_fn", None) or getattr(mlp, "activation_fn", None)
 
 
 @kernels.without_overrides
 def _clamped(x: Tensor, glu: int, alpha: float, limit: float) -> Tensor:
-    """Apply a clamped gate, with a batch-invariant sigmoid: gpt-oss' (by turns or in halves), or HY V4's."""
+    """Apply the clamped gate of gpt-oss (interleaved or halves) or HY V4, with a batch-invariant sigmoid."""
     gate, up = (x[..., ::2], x[..., 1::2]) if glu == CLAMPED_PAIRS else x.chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     if glu == CLAMPED_SPLIT:
         wide = gate.float()
         return (wide / (1.0 + torch.exp(-wide))).to(x.dtype) * up
-    opened = (1.0 / (1.0 + torch.exp(-(gate * alpha).float()))).to(x.dtype)
-    return (up + 1) * (gate * opened)
+    sigmoid = (1.0 / (1.0 + torch.exp(-(gate * alpha).float()))).to(x.dtype)
+    return (up + 1) * (gate * sigmoid)
 
 
 def _glu_of(experts: Any) -> tuple[int, float, float]:
-    """Return the kind of the gate, determined by experiment, and alpha and limit of clamped ones."""
+    """Return the kind of gate, determined by a trial, with alpha and limit if it is clamped, else zeros."""
     apply: Any = getattr(type(experts), "_apply_gate", None)
-    if _is_own(experts) or apply is None or apply.__name__ == "_default_apply_gate":
+    if _has_own_forward(experts) or apply is None or apply.__name__ == "_default_apply_gate":
         return SPLIT, 0.0, 0.0
     numbers: list[Any] = [
         getattr(experts, f"swiglu_{name}", getattr(experts, name, None))
@@ -490,22 +474,21 @@ def _glu_of(experts: Any) -> tuple[int, float, float]:
     has_limit, has_alpha = (type(number) in (int, float) for number in numbers)
     limit, alpha = (float(n) if type(n) in (int, float) else 0.0 for n in numbers)
     clamped = () if not has_limit else _CLAMPED if has_alpha else (CLAMPED_SPLIT,)
-    noise = torch.Generator().manual_seed(0)
-    x = torch.randn(16, 64, generator=noise, dtype=torch.float32) * 4
-    with torch._C.DisableTorchFunction(), torch.no_grad(), torch.inference_mode(False):
+    x = noise((16, 64), torch.float32) * 4
+    with trial():
         for glu, dtype in itertools.product(clamped, (torch.bfloat16, torch.float32)):
             expected = apply(experts, x.to(dtype))
             if _close(_clamped(x.to(dtype), glu, alpha, limit), expected):
                 return glu, alpha, limit
         if not hasattr(experts, "act_fn"):
-            raise NotFusable("the gate of its experts is of no known kind")
+            raise NotFusable("the gate of its experts has an unknown form")
         gate, up = x.bfloat16().chunk(2, -1)
         expected = apply(experts, x.bfloat16())
         if torch.equal(expected, experts.act_fn(gate) * up):
             return SPLIT, 0.0, 0.0
         if torch.equal(expected, (experts.act_fn(gate.float()) * up.float()).bfloat16()):
             return SPLIT_WIDE, 0.0, 0.0
-    raise NotFusable("the gate of its experts is of no known kind")
+    raise NotFusable("the gate of its experts has an unknown form")
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
@@ -513,40 +496,29 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=tolerance, atol=1e-3)
 
 
-# ---- experts that do not go through transformers' interface ----
+# ---- experts with a forward outside of transformers' experts interface ----
 
-_OWN = {"DbrxExperts", "Llama4TextExperts", "LongcatFlashExperts"}
+_OWN_FORWARD = {"DbrxExperts", "Llama4TextExperts", "LongcatFlashExperts"}
 
 
-def _is_own(module: nn.Module) -> bool:
-    return type(module).__name__ in _OWN
+def _has_own_forward(module: nn.Module) -> bool:
+    return type(module).__name__ in _OWN_FORWARD
 
 
 def _dbrx_stacks(experts: Any) -> tuple[list[Stack], Stack]:
-    """Return the stacks of DBRX: matrices stacked along rows, the last ones transposed."""
-    inner, hidden, held = experts.ffn_hidden_size, experts.hidden_size, experts.mlp
-    nothing: Place = ({}, "")
+    """Return the input stacks and the down stack of DBRX, which joins matrices along rows."""
+    inner, hidden, mlp = experts.ffn_hidden_size, experts.hidden_size, experts.mlp
 
     def stack(name: str, cols: int, depth: int, transposed: bool) -> Stack:
-        return Stack((held._parameters, name), nothing, cols, depth, transposed, None)
+        return Stack(Place(mlp._parameters, name), Place({}, name), cols, depth, transposed, None)
 
     inputs = [stack("w1", inner, hidden, False), stack("v1", inner, hidden, False)]
     return inputs, stack("w2", hidden, inner, True)
 
 
-def experts_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Return a replacement by `flat_experts` for experts with their own forward, else None."""
-    if is_stacked(module):
-        # Run experiments now, not during a forward.
-        with suppress(NotFusable):
-            parts_of(module)
-    if not _is_own(module) or "forward" in module.__dict__:
-        return None
-    if not type(module).__module__.startswith("transformers.models."):
-        return None
-
-    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return flat_experts(module, rows, top_k_index, top_k_weights).view(hidden_states.shape)
-
-    return forward
+@replaces(*_OWN_FORWARD)
+def _own_forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    return flat_experts(module, rows, top_k_index, top_k_weights).view(hidden_states.shape)

@@ -1,7 +1,8 @@
-"""The forward context of the engine, and the small memories in which forwards are compared at opening."""
+"""The forward context of the engine, and small batches and KV stores for trial forwards."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -11,37 +12,38 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.batch import ZERO_STATE, Batch
+from verbatim.kernels.functions import recorded_whole, struct_layout
 from verbatim.kernels.options import AnyOptions, AttentionOptions, IndexOptions
 from verbatim.kv.states import StateRows, StateShape, Update, open_states
 from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.context import activate
 from verbatim.model.differential import noise
-from verbatim.model.direct import DirectRows
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.lora import groups_of
 from verbatim.model.patching import Forwards, patched
 from verbatim.model.routing import ChoiceStore, Routing
 from verbatim.model.spec import ModelSpec
 
-BLOCK_SIZE = 16  # of a `noise_store`
+BLOCK_SIZE = 16  # tokens per block of a `noise_store`
 
 
 class FlatContext:
-    """Attention for one batch: write K and V at the batch's slots, then attend through the blocks.
+    """The forward context of one batch: stores K and V at the batch's slots, and attends by block table.
 
     Args:
-        slots: as `ModelSpec.slots`.
-        routing: records the experts of tokens; None: not recorded.
-        indices: records the keys that indexers choose; None: not recorded.
-        rows: the batch's slots, if it is on the store's device; None computes and moves both.
+        slots: `ModelSpec.slots`.
+        routing: record of the experts of each token; None: not recorded.
+        indices: record of the keys that indexers choose; None: not recorded.
+        rows: slots `[T]` of a batch that is already on the store's device; None: they are computed, and
+            moved there with the batch.
 
     Attributes:
         batch, routing: the arguments, with the batch on the store's device.
-        rows: the batch's slots, also there.
-        direct: addresses of them, of K and V and of states, for kernels; None on a GPU.
-        adapted: the rows that have adapters.
-        changed: names of the linear layers that adapters were added to.
-        trusted: no fused layer was edited since it was inspected, so none needs to check itself.
+        rows: the batch's slots `[T]`, also on that device.
+        direct: addresses of slots, K, V and states for the kernels; None on a GPU.
+        adapted: the ranges of rows that have adapters.
+        changed: names of the linear layers to which adapters were applied.
+        trusted: whether all fused layers are known to be unchanged, so that they don't check themselves.
     """
 
     def __init__(
@@ -68,12 +70,12 @@ class FlatContext:
         self._store = store
         self.routing = routing
         self._indices = indices
-        self._num_indexed = 0  # choices that indexers have made
+        self._num_indexed = 0  # choices made by indexers so far
         is_cpu = store.device.type == "cpu"
         self.direct = DirectRows(store, batch, self.rows) if is_cpu else None
         self._calls: dict[int, int] = {}
         self.positions = batch.positions[None]
-        self._num_states = 0  # recurrent operations run
+        self._num_states = 0  # recurrent operations run so far
 
     def update_state(self, shape: StateShape, update: Update) -> Tensor:
         states = self._store.states
@@ -87,14 +89,14 @@ class FlatContext:
 
     def route(self, experts: nn.Module, index: Tensor) -> None:
         if self.routing is not None:
-            self.routing.note(experts, index)
+            self.routing.add(experts, index)
 
     def forced_experts(self) -> Tensor | None:
-        """Return the forced experts of the running router's layer, `[T, k]`, or None."""
+        """Return the forced experts `[T, k]` of the next routed layer, or None."""
         return None if self.routing is None else self.routing.forced_experts()
 
     def layer_of(self, module: nn.Module) -> int:
-        """Return the store's layer for this call of `module`; each call may have its own."""
+        """Return the index of the store's layer for this call of `module`; each call may have its own."""
         call = self._calls.get(id(module), 0)
         self._calls[id(module)] = call + 1
         return self._slots[id(module), call]
@@ -105,17 +107,17 @@ class FlatContext:
         layer = self.layer_of(module)
         self._store.write(layer, k, v, self.rows)
         out = self._attend(layer, q, options)
-        return self._chosen(out) if isinstance(options, IndexOptions) else out
+        return self._record_choice(out) if isinstance(options, IndexOptions) else out
 
-    def _chosen(self, chosen: Tensor) -> Tensor:
-        """Replace what an indexer chose `[T, G, k]` where it is forced, and record it."""
-        own = slice(self._num_indexed, self._num_indexed + chosen.shape[1])
+    def _record_choice(self, chosen: Tensor) -> Tensor:
+        """Replace an indexer's choice `[T, G, k]` by the forced one, if any; record and return it."""
+        columns = slice(self._num_indexed, self._num_indexed + chosen.shape[1])
         if self.batch.forced_keys is not None:
-            forced = self.batch.forced_keys[:, own]
+            forced = self.batch.forced_keys[:, columns]
             chosen = torch.where(forced[..., :1] < 0, chosen, forced)
         if self._indices is not None:
-            self._indices.write(self.rows, chosen, own)
-        self._num_indexed = own.stop
+            self._indices.write(self.rows, chosen, columns)
+        self._num_indexed = columns.stop
         return chosen
 
     def attend_rotated(
@@ -128,7 +130,7 @@ class FlatContext:
         sin: Tensor | None,
         options: AttentionOptions,
     ) -> Tensor:
-        """Apply rotary embeddings `[T, R]` to queries and keys, and `attend`; on a GPU."""
+        """Rotate queries and keys by `cos` and `sin` `[T, R]`, unless None, and attend, all on a GPU."""
         layer = self.layer_of(module)
         if cos is None or sin is None:
             self._store.write(layer, k, v, self.rows)
@@ -137,10 +139,89 @@ class FlatContext:
         return self._attend(layer, q, options)
 
     def _attend(self, layer: int, q: Tensor, options: AnyOptions) -> Tensor:
-        return self._store.attend(layer, q, self.batch.attention, options)
+        attend = self._store.attend
+        if options.is_sparse:
+            attend = recorded_whole(attend)
+        return attend(layer, q, self.batch.attention, options)
 
 
-_kept_noise = functools.lru_cache(maxsize=8)(noise)  # most layers have the same shapes
+_ROWS = """
+    P slots query_starts context_lens block_tables state_sources state_rows state_targets
+    L count sequences max_blocks block_size writes
+    P adapted
+    L num_adapted
+"""
+
+
+@struct_layout(_ROWS)
+class _Rows(ctypes.Structure):
+    """`Rows` of kernels/layer.cpp."""
+
+
+class DirectRows:
+    """The rows of a forward and the memory of its `KVStore`, for the kernels.
+
+    Attributes:
+        address: pointer to the struct, `Rows` of `kernels/layer.cpp`.
+        count: number of rows.
+        dtype: dtype of K and V; None if the kernels can't read K and V in place, and only use states.
+    """
+
+    def __init__(self, store: KVStore, batch: Batch, slots: Tensor) -> None:
+        assert slots.dtype == torch.int64 and slots.is_contiguous()
+        states = () if store.states is None else StateRows.of(batch)[1:]
+        tables = (batch.query_starts, batch.context_lens, batch.block_tables, *states)
+        assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tables)
+        num_sequences, max_blocks = batch.block_tables.shape
+        in_place = store.in_place and bool(store.tensors)
+        self.count, self.dtype = len(slots), store.tensors[0].dtype if in_place else None
+        self._store, self._keep_alive = store, (slots, tables)
+        self._struct = _Rows(
+            slots.data_ptr(),
+            *(t.data_ptr() for t in tables),
+            *((None,) * (6 - len(tables))),
+            self.count,
+            num_sequences,
+            max_blocks,
+            store.block_size,
+            len(states[-1]) if states else 0,
+        )
+        self.address: Any = ctypes.byref(self._struct)
+
+    def adapt(self, groups: ctypes.Array[Any]) -> None:
+        """Set the adapters of the rows: an array of `AdaptedRows` of `kernels/lora.h`."""
+        self._adapted = groups
+        self._struct.adapted, self._struct.num_adapted = ctypes.addressof(groups), len(groups)
+
+    def stores(self, layer: int) -> tuple[int, int]:
+        """Return the addresses of K and V in one layer of the store."""
+        k, v = self._store.layer(layer)
+        return k.data_ptr(), v.data_ptr()
+
+    def states(self, first: int, count: int) -> tuple[int | None, ...]:
+        """Return the addresses of the states of up to two recurrent operations, padded with None to two."""
+        assert self._store.states is not None
+        pointers = [x.data_ptr() for x in self._store.states.tensors[first : first + count]]
+        return (*pointers, None, None)[:2]
+
+    def all_stores(self, num_states: list[int]) -> Any:
+        """Return the addresses of each layer's K and V, or of its states, as an array for the kernels.
+
+        Args:
+            num_states: number of states of each layer; 0: it stores K and V.
+        """
+        if not any(num_states):
+            return self._store.addresses
+        layer = first = 0
+        addresses: list[int | None] = []
+        for count in num_states:
+            addresses += self.states(first, count) if count else self.stores(layer)
+            first += count
+            layer += not count
+        return (ctypes.c_void_p * len(addresses))(*addresses)
+
+
+_cached_noise = functools.lru_cache(maxsize=8)(noise)  # most layers have the same shapes
 
 
 def noise_store(
@@ -150,11 +231,11 @@ def noise_store(
     device: torch.device,
     count: int = 2,
 ) -> KVStore:
-    """Return a store of noise for the sequences of a `span_batch`; `count` of them at most."""
+    """Return a store filled with noise, for a `span_batch` of at most `count` sequences."""
     store = KVStore(layers, 1 + count, BLOCK_SIZE, dtype, device)
     store.states = open_states(states, 1 + 2 * count, device)
     for tensor in contents_of(store):
-        tensor[:] = _kept_noise(tuple(tensor.shape[1:]), tensor.dtype)
+        tensor[:] = _cached_noise(tuple(tensor.shape[1:]), tensor.dtype)
     if store.states is not None:
         for tensor in store.states.tensors:
             tensor[ZERO_STATE] = 0
@@ -162,17 +243,17 @@ def noise_store(
 
 
 def contents_of(store: KVStore) -> list[Tensor]:
-    """Return all K, V and states of a store."""
+    """Return all tensors of K, V and states of a store."""
     return [*store.tensors, *([] if store.states is None else store.states.tensors)]
 
 
 def span_batch(spans: Mapping[int, tuple[int, int]], ids: Tensor) -> Batch:
-    """Return a batch of tokens `ids` `[T]`, with logits of all.
+    """Return a batch of tokens `ids` `[T]`, with logits of all rows.
 
-    A sequence's state is read from the slot that a forward from 0 writes.
+    A sequence that starts after position 0 reads the state written by a batch in which it starts at 0.
 
     Args:
-        spans: the first and last position, exclusive, by the number of a sequence; at most `BLOCK_SIZE`.
+        spans: first and end position (at most `BLOCK_SIZE`) by sequence number.
     """
     bounds = torch.tensor([0, *(stop - start for start, stop in spans.values())]).cumsum(0)
     slots = [(1 + 2 * s if a else ZERO_STATE, 1 + 2 * s + (a > 0)) for s, (a, _) in spans.items()]
@@ -193,11 +274,7 @@ def span_batch(spans: Mapping[int, tuple[int, int]], ids: Tensor) -> Batch:
 def trial_logits(
     module: nn.Module, spec: ModelSpec, forwards: Forwards, context: FlatContext
 ) -> Tensor:
-    """Run the module's own forward in a context, without hooks: `[R, V]` of the rows that need logits.
-
-    Args:
-        forwards: of the module, as for `patched`.
-    """
+    """Run the module's own forward in a context, with `forwards` but no hooks; return logits `[R, V]`."""
     with (
         patched(module, forwards, hooks=False),
         activate(context),
@@ -207,7 +284,7 @@ def trial_logits(
 
 
 def logits_of(module: nn.Module, spec: ModelSpec, batch: Batch) -> Tensor:
-    """Run the module's own forward in the active context: `[R, V]` of the rows that need logits."""
+    """Run the module's own forward in the active context: logits `[R, V]` of `batch.logit_rows`."""
     inputs: dict[str, Any] = {"input_ids": batch.token_ids[None], "use_cache": False}
     if spec.takes_positions:
         inputs["position_ids"] = batch.positions[None]

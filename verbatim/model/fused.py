@@ -1,9 +1,8 @@
-"""Fused layers: the decoder layers of a model that are run by a call or two of the kernels each.
+"""`FusedLayers`: finds the decoder layers of a model that can run as one or two kernel calls each.
 
-A layer is taken for one of the common shape by what its modules make of one another's outputs, generously.
-Whether it really is one is tried: with random rows, what it hands to its attention and what it returns must
-be, bit for bit, what its own forward makes of them. Of layers that are built alike one is tried. Those that
-fail stay plain, and `report` tells why.
+A layer is a candidate if the inputs and outputs of its modules fit the common structure. It is fused if its
+output, K, V and states for random rows are bit-identical to those of its own forward. Only one layer of each
+structure is tried. Layers that fail keep their forward; `report` says why.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from verbatim.model.flat import BLOCK_SIZE, noise_store, span_batch, trial_logit
 from verbatim.model.gpu_layer import fuse_on_gpu
 from verbatim.model.invariant import overridden
 from verbatim.model.layer import FusedLayer
-from verbatim.model.layer_trial import SPANS, AroundLayers, LayerCall, LayerProbe, fuse
+from verbatim.model.layer_trial import SPANS, AroundLayers, LayerCall, LayerProbe, LayerTrial, fuse
 from verbatim.model.limits import max_length_of
-from verbatim.model.mixers import recurs
+from verbatim.model.mixers import is_recurrent
 from verbatim.model.patching import Forwards, fields_of, gate_of
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.structs import NotFusable, why_not
@@ -36,19 +35,19 @@ class FusedLayers:
     """The fused forwards of one model.
 
     Args:
-        module: as `Decoder` has it, not patched at the moment.
-        spec: of it.
-        forwards: of it, as for `patched`.
-        part: the module has only some layers of a model.
-        enabled: False fuses none.
+        module: a `Decoder`'s module, not currently patched.
+        spec: the module's spec.
+        forwards: the module's plain forwards, as for `patched`.
+        part: describes a module that has only some layers of a model; None: it has all.
+        enabled: whether to fuse layers.
 
     Attributes:
-        layers: those of the CPU kernels, in the order in which they are called.
-        forwards: as for `patched`, to be put in after the plain ones, which they fall back to.
-        whole: the model in one call for all layers; None: it runs layer by layer.
-        report: how many layers are fused, how many are not, and for what reasons (the number of each); of
-            these, "parts": how many attentions and MLPs are fused; and "whole": "yes" where all layers run in
-            one call, else why not. None if not enabled.
+        layers: the layers fused by the CPU kernels, in call order.
+        forwards: the fused forwards, as for `patched`, to be listed after the plain ones.
+        whole: the model with all layers in one kernel call; None: it runs layer by layer.
+        report: counts of fused "layers", of "plain" ones and of their "reasons"; the number of "parts"
+            (attention modules and MLPs fused within plain layers); "whole": "yes" if all layers run in one
+            call, else why not. None if not enabled.
     """
 
     def __init__(
@@ -64,53 +63,55 @@ class FusedLayers:
         self.forwards: Forwards = []
         self.layers: list[FusedLayer] = []
         self.whole: WholeModel | None = None
-        self._whole_fits = False  # after the last check
+        self._whole_fits = False  # result of the last check
         self._why_not_whole = "not all of its layers are fused"
-        self._moves = False  # weights of layers are in memory only while their gates are open
+        self._has_gates = False  # True: weights are in memory only while their gate is open
         self._num_parts = 0
         self._plain: collections.Counter[str] = collections.Counter()
         self._snapshot: Fingerprint | None = None
         if not enabled:
             return
-        on_gpu = kernels.triton_serves(next(module.parameters()).device)
+        on_gpu = kernels.uses_triton(next(module.parameters()).device)
         if not on_gpu and kernels.library() is None:
             self._plain["there are no compiled kernels"] = len({i for i, _ in spec.slots})
             return
         probes: list[LayerProbe] = []
         calls: list[LayerCall] = []
-        alike: dict[Any, LayerProbe] = {}
+        trials: dict[Any, LayerTrial] = {}
         plain = {id(fields): forward for fields, forward in forwards}
         gates = {id(part.__dict__): gate for part in module.modules() if (gate := gate_of(part))}
         plain |= {fields: gate.forward for fields, gate in gates.items()}
-        self._moves = bool(gates)
+        self._has_gates = bool(gates)
         layers = _layers_of(module, spec)
         parts = [] if on_gpu else _parts_of(layers)
         for number, (layer, attention) in enumerate([*parts, *layers]):
             try:
                 if layer is None:
-                    raise NotFusable("its attention is in no layer")
-                own = plain.get(id(layer.__dict__)) or partial(type(layer).forward, layer)
-                way, is_part = fuse_on_gpu if on_gpu else fuse, number < len(parts)
-                probes.append(LayerProbe(layer, attention, spec, way, calls, alike, own, is_part))
+                    raise NotFusable("its attention is outside of its layers")
+                original = plain.get(id(layer.__dict__)) or partial(type(layer).forward, layer)
+                fuser, is_part = fuse_on_gpu if on_gpu else fuse, number < len(parts)
+                probes.append(
+                    LayerProbe(layer, attention, spec, fuser, calls, trials, original, is_part)
+                )
             except NotFusable as reason:
                 self._plain[str(reason)] += number >= len(parts)
         if not probes:
             return
-        places: Forwards = [(probe.layer.__dict__, probe) for probe in probes]
+        patches: Forwards = [(probe.layer.__dict__, probe) for probe in probes]
         failure = ""
         try:
-            batch, logits = _run(module, spec, [*forwards, *places])
+            batch, logits = _run_probes(module, spec, [*forwards, *patches])
         except TierFailed:
             raise
-        except Exception as error:  # any error of a foreign model
+        except Exception as error:  # a foreign model may raise anything
             failure = f"the trial failed: {why_not(error)}"
         finally:
             for probe in probes:
-                if probe.gate is not None:  # `patched` put the probe in its place, and took it out
+                if probe.gate is not None:  # `patched` replaced, then removed it
                     probe.layer.__dict__["forward"] = probe.gate
-        inside = set[nn.Module]()  # of fused layers
+        fused_modules = set[nn.Module]()
         for probe in dict.fromkeys([*(call.probe for call in calls), *probes]):
-            if probe.layer in inside:
+            if probe.layer in fused_modules:
                 continue
             try:
                 built = probe.fused(failure)
@@ -118,20 +119,20 @@ class FusedLayers:
                 self._plain[why_not(error)] += not probe.is_part
                 continue
             if isinstance(built, FusedLayer):
-                if not self._moves:  # else before its first forward
+                if not self._has_gates:  # else it is prepared before its first forward
                     built.prepare()
                 self.layers.append(built)
                 forward = built.forward(probe.plain)
             else:
                 forward = built
-            inside.update(probe.layer.modules())
+            fused_modules.update(probe.layer.modules())
             if probe.is_part:
                 self._num_parts += 1
-                forward = overridden(forward, child=True)  # it leaves the override of its layer
+                forward = overridden(forward, child=True)  # without the override of its layer
             self.forwards.append((fields_of(probe.layer), forward))
-        if self._moves:
+        if self._has_gates:
             self._why_not_whole = "its weights are not all in memory"
-        if self._moves or not self.layers or self._plain.total():
+        if self._has_gates or not self.layers or self._plain.total():
             return
         try:
             whole = WholeModel(module, spec, self.layers, part)
@@ -141,39 +142,39 @@ class FusedLayers:
         except Exception as error:
             self._why_not_whole = why_not(error)
 
-    def unchanged(self, *, hooks: bool, watched: bool = True) -> bool:
-        """Return whether all layers are as they were inspected, before a forward.
+    def unchanged(self, *, hooks: bool, editable: bool = True) -> bool:
+        """Return whether no layer has changed since its inspection. Must be called before each forward.
 
         Args:
-            hooks: external code runs in the middle of this forward, so each layer has to inspect itself.
-            watched: the caller has the module, and may have edited it since the last inspection.
+            hooks: whether external code runs within this forward, so that each layer must check itself.
+            editable: whether a caller holds the module, and may have edited it since the last check.
         """
-        if hooks or self._moves:  # hooks are handed the modules, and may edit them
+        if hooks or self._has_gates:  # hooks receive the modules, and may edit them
             self._snapshot = None
             return False
         snapshot = self._snapshot
-        if snapshot is not None and (snapshot.unchanged() if watched else snapshot.same_code()):
+        if snapshot is not None and (snapshot.unchanged() if editable else snapshot.same_code()):
             return True
         self._snapshot = None
-        fit = [layer.fits() for layer in self.layers]  # each of them, so that all are prepared
+        fit = [layer.fits() for layer in self.layers]  # a list, so that all are prepared
         if not fit or not all(fit):
             return False
-        prints = [layer.fingerprint for layer in self.layers]
+        fingerprints = [layer.fingerprint for layer in self.layers]
         self._whole_fits = self.whole is not None and self.whole.fits()
         if self.whole is not None:
-            prints.append(self.whole.fingerprint)
+            fingerprints.append(self.whole.fingerprint)
         if self.whole is None or self._whole_fits:
-            self._snapshot = Fingerprint.joined(prints)
+            self._snapshot = Fingerprint.joined(fingerprints)
         return True
 
     def forget(self) -> None:
-        """Inspect again before the next forward, even if no caller holds the module."""
+        """Force a full check of the layers before the next forward, even if the module is not editable."""
         self._snapshot = None
         if self.whole is not None:
             self.whole.forget()
 
-    def whole_now(self) -> WholeModel | None:
-        """Return the model as one call, if it is `unchanged`."""
+    def usable_whole(self) -> WholeModel | None:
+        """Return `whole` if it fits, else None; valid after `unchanged` has returned True."""
         return self.whole if self._whole_fits else None
 
     @property
@@ -190,44 +191,44 @@ class FusedLayers:
 
 
 def _layers_of(module: nn.Module, spec: ModelSpec) -> list[tuple[nn.Module | None, nn.Module]]:
-    """Return each attention or recurrent module, and its layer.
+    """Return each attention or recurrent module as (layer, module).
 
-    That is the innermost entry of a list that has it, or the module that it is a part of, if no list has it.
+    The layer is the innermost entry of a `ModuleList` that contains the module; outside of lists it is the
+    module's parent, or None without one.
     """
     attending = {owner for owner, _ in spec.slots}
-    attending |= {id(mixer) for mixer in module.modules() if spec.states and recurs(mixer)}
-    found = {id(part): (None, part) for part in module.modules() if id(part) in attending}
-    for _, outer in [*found.values()]:  # an indexer is in the module that attends
+    attending |= {id(mixer) for mixer in module.modules() if spec.states and is_recurrent(mixer)}
+    mixers = {id(part): (None, part) for part in module.modules() if id(part) in attending}
+    for _, outer in [*mixers.values()]:  # drop indexers inside of attention
         for part in [*outer.modules()][1:]:
-            found.pop(id(part), None)
-    layers: dict[int, tuple[nn.Module | None, nn.Module]] = dict(found)
+            mixers.pop(id(part), None)
+    layers: dict[int, tuple[nn.Module | None, nn.Module]] = dict(mixers)
     for parent in module.modules():
-        layers |= {id(part): (parent, part) for part in parent.children() if id(part) in found}
+        layers |= {id(part): (parent, part) for part in parent.children() if id(part) in mixers}
     for entries in module.modules():
         if isinstance(entries, nn.ModuleList):
             for layer in entries:
-                parts = {id(part): part for part in layer.modules() if id(part) in found}
-                layers |= {of: (layer, part) for of, part in parts.items() if part is not layer}
+                inner = {id(part): part for part in layer.modules() if id(part) in mixers}
+                layers |= {key: (layer, part) for key, part in inner.items() if part is not layer}
     return list(layers.values())
 
 
 def _parts_of(
     layers: list[tuple[nn.Module | None, nn.Module]],
 ) -> list[tuple[nn.Module, nn.Module | None]]:
-    """Return what may be an attention, with the module that attends, or an MLP: each module with children."""
+    """Return the submodules of layers that may be an attention or MLP, each with the module that attends."""
     attending = {id(attention) for _, attention in layers}
     inside = {part: None for layer, _ in layers if layer is not None for part in layer.modules()}
     for layer, _ in layers:
         inside.pop(layer, None)  # type: ignore[arg-type]
-    found = {p: [m for m in p.modules() if id(m) in attending] for p in inside if p._modules}
-    return [(part, next(iter(own), None)) for part, own in found.items() if len(own) < 2]
+    candidates = {p: [m for m in p.modules() if id(m) in attending] for p in inside if p._modules}
+    return [(part, next(iter(attn), None)) for part, attn in candidates.items() if len(attn) < 2]
 
 
-def _run(module: nn.Module, spec: ModelSpec, forwards: Forwards) -> tuple[Batch, Tensor]:
-    """Run a few tokens at positions all over the context, with trials in place of the layers.
+def _run_probes(module: nn.Module, spec: ModelSpec, forwards: Forwards) -> tuple[Batch, Tensor]:
+    """Run a few tokens at positions spread over the context, with probes in place of the layers.
 
-    Returns:
-        Them, and the logits `[R, V]` of some.
+    Returns the batch, and the logits `[2, V]` of its first and last row.
     """
     config: Any = getattr(inner_model(module), "config", None)
     limit = None if config is None else max_length_of(config)[0]
@@ -239,7 +240,7 @@ def _run(module: nn.Module, spec: ModelSpec, forwards: Forwards) -> tuple[Batch,
     batch = span_batch(SPANS, ids)
     slots = batch.slots(BLOCK_SIZE).to(device)
     batch.logit_rows = torch.tensor([0, rows - 1])
-    if not any(shape.records for shape in spec.layers):  # which are looked up by positions
+    if not any(shape.records for shape in spec.layers):  # records are found by position
         batch.positions = positions
     store = noise_store(spec.layers, [], spec.dtype, device)
     context = AroundLayers(spec.slots, batch.to(device), store, rows=slots)

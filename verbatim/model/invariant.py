@@ -1,20 +1,20 @@
 """Batch-invariant versions of the torch functions that models call.
 
-torch computes the last few elements of an elementwise loop by other code than the rest, so the bits of
-`silu`, `sigmoid`, `softplus` and similar functions depend on the number of rows and threads, like those of
-matrix products. The functions here consist of operations without this problem (measured: `exp`, `expm1`,
-`log1p`, `tanh`, `erf`, and those that IEEE rounds correctly); products are in `products.py`.
+torch computes the tail of an elementwise loop with different code than the rest, so the bits of `silu`,
+`sigmoid`, `softplus` and similar functions depend on the number of rows and threads, like those of matrix
+products. The functions here use only operations without this problem (measured: `exp`, `expm1`, `log1p`,
+`tanh`, `erf`, and those that IEEE rounds correctly); products are in `products.py`.
 
-Known modules get one of these as their forward during a forward of the engine. Direct calls are replaced by
-`InvariantMode`, which costs microseconds per function, so it is only active in modules that make such calls.
+Modules of known classes are patched with these functions during the engine's forwards. Direct calls are
+replaced by `InvariantMode`, which costs microseconds per call, so it is only active in modules that need it.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -30,9 +30,10 @@ from verbatim import kernels
 from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import Activation
 from verbatim.model import elementwise, products
-from verbatim.model.experts import experts_forward
+from verbatim.model.experts import is_stacked, parts_of
 from verbatim.model.norms import norm_forward
 from verbatim.model.router import router_forward
+from verbatim.model.structs import NotFusable
 
 _SQRT_HALF = 0.7071067811865476
 _SQRT_2_OVER_PI = 0.7978845608028654
@@ -41,7 +42,7 @@ _SQRT_2_OVER_PI = 0.7978845608028654
 @kernels.without_overrides
 def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + exp(-x)), computed in float32."""
-    if elementwise.served(x, Activation.SIGMOID):
+    if elementwise.supports(x, Activation.SIGMOID):
         return elementwise.activate(x, Activation.SIGMOID)
     return (1.0 / (1.0 + torch.exp(-x.float()))).to(x.dtype)
 
@@ -49,7 +50,7 @@ def sigmoid(x: Tensor) -> Tensor:
 @kernels.without_overrides
 def silu(x: Tensor, inplace: bool = False) -> Tensor:
     """Return x / (1 + exp(-x)), computed in float32."""
-    if elementwise.served(x, Activation.SILU):
+    if elementwise.supports(x, Activation.SILU):
         return elementwise.activate(x, Activation.SILU)
     wide = x.float()
     return (wide / (1.0 + torch.exp(-wide))).to(x.dtype)
@@ -57,7 +58,7 @@ def silu(x: Tensor, inplace: bool = False) -> Tensor:
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Gaussian error linear unit, exact by erf or with the tanh approximation (Hendrycks and Gimpel 2016)."""
-    if elementwise.served(x):
+    if elementwise.supports(x):
         tanh = approximate == "tanh"
         return elementwise.activate(x, Activation.GELU_TANH if tanh else Activation.GELU)
     wide = x.float()
@@ -69,8 +70,8 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 @kernels.without_overrides
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
-    """Return log(1 + exp(beta x)) / beta, or x where beta x is over the threshold."""
-    if beta == 1.0 and threshold == 20.0 and elementwise.served(x):
+    """Return log(1 + exp(beta x)) / beta, or x if beta x exceeds the threshold."""
+    if beta == 1.0 and threshold == 20.0 and elementwise.supports(x):
         return elementwise.activate(x, Activation.SOFTPLUS)
     scaled = x.float() * beta
     smooth = (torch.clamp(scaled, min=0.0) + torch.log1p(torch.exp(-scaled.abs()))) / beta
@@ -83,7 +84,7 @@ def logsigmoid(x: Tensor) -> Tensor:
 
 
 def elu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
-    """Return x above 0, alpha (exp(x) - 1) below."""
+    """Return x if positive, else alpha (exp(x) - 1)."""
     wide = x.float()
     return torch.where(wide > 0, wide, alpha * torch.expm1(wide)).to(x.dtype)
 
@@ -108,18 +109,18 @@ def glu(x: Tensor, dim: int = -1) -> Tensor:
 
 @kernels.without_overrides
 def exp(x: Tensor) -> Tensor:
-    """Return exp(x). torch's is batch-invariant, but fused recurrent layers use the kernels'."""
-    return elementwise.activate(x, Activation.EXP) if elementwise.served(x) else torch.exp(x)
+    """Return exp(x) by the kernels, like fused recurrent layers; torch's is batch-invariant, too."""
+    return elementwise.activate(x, Activation.EXP) if elementwise.supports(x) else torch.exp(x)
 
 
 def rsqrt(x: Tensor) -> Tensor:
-    """Return 1 / sqrt(x), computed in float32: torch's bfloat16 loop and its tail round differently."""
+    """Return 1 / sqrt(x), computed in float32, as torch's bfloat16 loop and its tail round differently."""
     return torch.sqrt(x.float()).reciprocal().to(x.dtype)
 
 
 @kernels.without_overrides
 def exp2(x: Tensor) -> Tensor:
-    """Return 2 ** x, by exp."""
+    """Return 2 ** x, computed by exp in float64."""
     return torch.exp(x.double() * 0.6931471805599453).to(x.dtype)
 
 
@@ -154,16 +155,16 @@ def _complex_product(a: Tensor, b: Tensor, **out: Any) -> Tensor:
 
 def _refused(name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedModel(f"it calls {name} directly, which has no row-invariant version here")
+        raise UnsupportedModel(f"it calls {name} directly, which has no batch-invariant version")
 
     return refuse
 
 
 def functions(names: str) -> set[Any]:
-    """Return all functions of these names in torch, its functional module and its tensors."""
-    found = [vars(space).get(name) for name in names.split() for space in (torch, F)]
-    found += [getattr(Tensor, name, None) for name in names.split()]
-    return {function for function in found if callable(function)}
+    """Return all functions with these names in torch, torch.nn.functional and Tensor."""
+    candidates = [vars(space).get(name) for name in names.split() for space in (torch, F)]
+    candidates += [getattr(Tensor, name, None) for name in names.split()]
+    return {function for function in candidates if callable(function)}
 
 
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
@@ -197,7 +198,7 @@ _PRODUCTS = functions("mul multiply __mul__ __rmul__")
 
 
 def replacement(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Return the replacement of `func(*args)`, or None if torch's is batch-invariant."""
+    """Return the replacement for `func(*args)`, or None if torch's function is batch-invariant."""
     first = args[0] if args else None
     if func in _POWERS:
         if isinstance(first, Tensor) and first.is_floating_point() and len(args) > 1:
@@ -213,14 +214,14 @@ def replacement(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
         return _HALF_ONLY[func] if half else None
     if func in _PRODUCTS and len(args) > 1:
         if all(isinstance(x, Tensor) and x.is_complex() for x in args):
-            return _complex_product  # torch rounds once less in the last few
+            return _complex_product  # torch rounds one time less in a loop's tail
         return None
-    found = REPLACEMENTS.get(func)
-    if found is _matmul and isinstance(first, Tensor):
-        # A product over a dimension of 1 (rotary embeddings) has one rounding per element.
+    ours = REPLACEMENTS.get(func)
+    if ours is _matmul and isinstance(first, Tensor):
+        # A product with K = 1 (rotary embeddings) has one rounding per element.
         if first.shape[-1] == 1 or not first.is_floating_point():
             return None
-    return found
+    return ours
 
 
 class InvariantMode(TorchFunctionMode):
@@ -229,16 +230,16 @@ class InvariantMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        found = replacement(func, args)
-        return (found or func)(*args, **(kwargs or {}))
+        ours = replacement(func, args)
+        return (ours or func)(*args, **(kwargs or {}))
 
 
 class LocalMode(InvariantMode):
-    """`InvariantMode` for a module's own code; its children leave it."""
+    """`InvariantMode` for a module's own code; its children leave it (`overridden`)."""
 
 
 def overridden(forward: Callable[..., Any], *, child: bool = False) -> Callable[..., Any]:
-    """Return a forward that runs under `LocalMode`, or as a child of a module that does."""
+    """Return a forward that runs under `LocalMode`; with `child`, one that leaves a `LocalMode`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         mode = _get_current_function_mode()
@@ -254,10 +255,10 @@ def overridden(forward: Callable[..., Any], *, child: bool = False) -> Callable[
 
 
 class GateTensor(Tensor):
-    """The output of a gate's linear; the next function to replace is replaced.
+    """The output of a gate's linear layer; replaces the next non-batch-invariant function called on it.
 
-    Attention layers and shared experts apply a function to gates in their own code. This replaces it
-    without a torch-function mode, which would intercept every function of a forward.
+    Attention layers and shared experts call an activation on gates in their own code. This avoids a
+    torch-function mode, which would intercept every function of a forward.
     """
 
     @classmethod
@@ -265,15 +266,15 @@ class GateTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            found = replacement(func, args)
-            out = (found or func)(*args, **(kwargs or {}))
-        if found is not None or not isinstance(out, Tensor):
+            ours = replacement(func, args)
+            out = (ours or func)(*args, **(kwargs or {}))
+        if ours is not None or not isinstance(out, Tensor):
             return out
         return out.as_subclass(cls)
 
 
 def is_gate(parent: nn.Module, name: str) -> bool:
-    """Return whether the child `name` of `parent` is the linear of a gate."""
+    """Return whether the child `name` of `parent` is the linear layer of a gate."""
     if type(parent._modules.get(name)) is not nn.Linear:
         return False
     return name in ("g_proj", "shared_expert_gate") or (
@@ -282,21 +283,21 @@ def is_gate(parent: nn.Module, name: str) -> bool:
 
 
 def gate_forward(linear: Any) -> Callable[..., Tensor]:
-    """Return a batch-invariant forward for the linear of a gate."""
+    """Return a batch-invariant forward for the linear layer of a gate."""
     forward = _linear_forward(linear)
     return lambda x: forward(x).as_subclass(GateTensor)
 
 
 class Recorder(InvariantMode):
-    """Records the functions to replace, to determine which modules need `InvariantMode`.
+    """Records calls of functions that have a replacement, to determine which modules need `InvariantMode`.
 
     Attributes:
-        swapped: the names of the functions.
-        callers: classes of the modules in whose forward they are called, by their own code or by a module
-            that is no part of the model, as transformers' table of activations has them.
+        swapped: names of the functions.
+        callers: classes of the modules that call them, in their own forward or through a module that is not
+            part of the model, such as those in transformers' table of activations.
 
     Args:
-        module: whose forward is recorded.
+        module: the module to be run.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -314,7 +315,7 @@ class Recorder(InvariantMode):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _calling_class(self) -> type[nn.Module]:
-        """Return the class of the innermost module that runs, also if it was called without its hooks."""
+        """Return the class of the innermost running module, even if it was called without its hooks."""
         frame = sys._getframe()
         while True:
             assert frame.f_back is not None
@@ -329,7 +330,7 @@ _CALL = nn.Module._call_impl.__code__
 
 
 def _linear_forward(module: nn.Module, *, columns: bool = False) -> Callable[..., Tensor]:
-    """Return a forward for a linear; `columns`: its weight is `[in, out]`, as transformers' Conv1D has it."""
+    """Return a forward for a linear layer; with `columns` its weight is `[in, out]`, as in Conv1D."""
     parameters, linear = module._parameters, products.linear
 
     def forward(x: Tensor) -> Tensor:
@@ -355,43 +356,45 @@ def _activations() -> dict[type[nn.Module], Callable[..., Any]]:
     makers: dict[type[nn.Module], Callable[..., Any]] = {
         nn.Linear: _linear_forward,
         Conv1D: functools.partial(_linear_forward, columns=True),
-        nn.SiLU: plain(silu),
-        nn.Sigmoid: plain(sigmoid),
-        nn.Mish: plain(mish),
-        nn.SELU: plain(selu),
         nn.GELU: lambda m: tanh_gelu if m.approximate == "tanh" else gelu,
         nn.Softplus: lambda m: lambda x: softplus(x, m.beta, m.threshold),
         nn.ELU: lambda m: lambda x: elu(x, m.alpha),
     }
-    by_name: Iterable[tuple[str, Callable[..., Tensor]]] = (
-        ("SiLUActivation", silu),
-        ("GELUActivation", gelu),
-        ("GELUTanh", tanh_gelu),
-        ("PytorchGELUTanh", tanh_gelu),
-        ("NewGELUActivation", tanh_gelu),
-        ("FastGELUActivation", tanh_gelu),
-        ("MishActivation", mish),
-        ("SqrtSoftplusActivation", lambda x: torch.sqrt(softplus(x))),
-        ("QuickGELUActivation", lambda x: x * sigmoid(1.702 * x)),
-    )
-    for name, function in by_name:
-        if hasattr(hf, name):  # names differ between supported versions
-            makers[getattr(hf, name)] = plain(function)
+    by_name: dict[str, Callable[..., Tensor]] = {
+        "SiLU": silu,
+        "Sigmoid": sigmoid,
+        "Mish": mish,
+        "SELU": selu,
+        "SiLUActivation": silu,
+        "GELUActivation": gelu,
+        "GELUTanh": tanh_gelu,
+        "PytorchGELUTanh": tanh_gelu,
+        "NewGELUActivation": tanh_gelu,
+        "FastGELUActivation": tanh_gelu,
+        "MishActivation": mish,
+        "SqrtSoftplusActivation": lambda x: torch.sqrt(softplus(x)),
+        "QuickGELUActivation": lambda x: x * sigmoid(1.702 * x),
+    }
+    for name, function in by_name.items():
+        cls = getattr(nn, name, getattr(hf, name, None))  # names differ between supported versions
+        if cls is not None:
+            makers[cls] = plain(function)
     return makers
 
 
 def forward_for(module: nn.Module, *, batch_invariant: bool = True) -> Callable[..., Any] | None:
-    """Return a batch-invariant forward for a known module, else None.
+    """Return a batch-invariant forward for a module of a known class, else None.
 
-    If `batch_invariant` is False, only for norms, routers and experts.
-
-    Only exact classes count: a subclass or a parametrized module may do anything, and a
-    forward replaced on the instance is kept.
+    Without `batch_invariant`, only norms, routers and experts are known. Subclasses are not, as they may do
+    anything, and a forward replaced on the instance is kept.
     """
     if "forward" in module.__dict__:
         return None
     maker = _activations().get(type(module)) if batch_invariant else None
     if maker is not None:
-        made: Callable[..., Any] = maker(module)
-        return made
-    return norm_forward(module) or router_forward(module) or experts_forward(module)
+        forward: Callable[..., Any] = maker(module)
+        return forward
+    if is_stacked(module):  # determine the gate of experts now, not during a forward
+        with suppress(NotFusable):
+            parts_of(module)
+    return norm_forward(module) or router_forward(module)

@@ -1,10 +1,8 @@
-"""A decoder layer in one or two calls of the kernels.
+"""`FusedLayer`: runs a decoder layer in one or two kernel calls.
 
-One call where K and V lie in plain blocks; else one for what comes before attention and one for what comes
-after, with the active pass's attention between them.
-
-The kernels read the module's own parameters where they are, and compute with the functions that the same
-modules are run with one by one. So the bits are the same, and an update in place is seen.
+One call suffices if the kernels can read the KV cache in place; otherwise one call runs before and one after
+the attention of the active forward context. The kernels read the module's parameters in place, so in-place
+updates take effect. They use the functions of the single-module kernels, so results are bit-identical.
 """
 
 from __future__ import annotations
@@ -13,21 +11,19 @@ import ctypes
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verbatim.kernels.functions import addresses, kernel
-from verbatim.kernels.options import AttentionOptions
 from verbatim.model.angles import cos_and_sin
 from verbatim.model.context import active_context
-from verbatim.model.fingerprint import Fingerprint, numbers_of, tensors_of
+from verbatim.model.fingerprint import Fingerprint, has_hooks, numbers_of, tensors_of
 from verbatim.model.layer_parts import LayerParts, Residual, Rotation, Shape
-from verbatim.model.mixture import MixtureStruct
-from verbatim.model.packed import is_linear
+from verbatim.model.mixers import MixtureStruct
 from verbatim.model.products import Matrix
+from verbatim.model.quantized import is_linear
 from verbatim.model.structs import (
     ROLES,
     LayerStruct,
@@ -38,26 +34,23 @@ from verbatim.model.structs import (
     matrix_of,
     norm_of,
 )
-from verbatim.model.tree import hooked_everywhere
-
-_hooks, _pre_hooks = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
 
 
 class FusedLayer:
     """The forward of one layer, or of its attention or its MLP alone.
 
     Attributes:
-        struct: the layer for the kernels; `index` is its place among those that adapters have matrices for.
-        turns: it takes rotary cos and sin.
-        chooses: it attends to keys that an indexer has chosen.
-        is_whole: the kernels run all of it, without other layers.
+        struct: the layer's struct for the kernels; its `index` is set by `Adapters.attach`.
+        rotates: whether the layer takes rotary cos and sin.
+        chooses: whether the layer attends to keys chosen by an indexer.
+        is_whole: whether the kernels run the complete layer, independently of other layers.
 
     Args:
-        parts: of it.
-        shape: what its own forward was seen to hand to attention.
-        arguments: names of the arguments it was called with, beside hidden states.
-        returns: what it returns behind hidden states.
-        dtype: of hidden states.
+        parts: the layer's parts.
+        shape: the shape of its attention, observed in its own forward.
+        arguments: names of the layer's arguments besides hidden states.
+        returns: the layer's return values besides hidden states.
+        dtype: dtype of the hidden states.
     """
 
     def __init__(
@@ -70,55 +63,48 @@ class FusedLayer:
     ) -> None:
         self.parts, self._shape, self._arguments = parts, shape, arguments
         self._returns, self.dtype = returns, dtype
-        self.turns = shape.rotation is not Rotation.UNTURNED
-        self.chooses = parts.indexer is not None or shape.chosen_in is not None
+        self.rotates = shape.rotation is not Rotation.UNTURNED
+        self.chooses = parts.indexer is not None or shape.chosen_keys_argument is not None
         self.is_whole = parts.has_mlp and shape.shared is None and not self.chooses
         modules = parts.modules()
         self._fields = [m.__dict__ for m in modules]
         every = [*dict.fromkeys(m for m in (parts.layer, parts.mlp, *modules) if m is not None)]
-        owners = [m for m in every if not is_linear(m)]  # whose numbers make a difference
+        owners = [m for m in every if not is_linear(m)]  # linear layers read no numbers
         tensors = tensors_of([parts.layer, *modules])
         self.fingerprint = Fingerprint(tensors, numbers_of(owners), map(type, every))
         self.struct, self._mixture = LayerStruct(), MixtureStruct()
         self._mixer: Any = None if parts.mixer is None else parts.mixer.kind()
-        self._sizes: tuple[int, int] | None = None  # of rows that the first `_prepare` found
+        self._sizes: tuple[int, int] | None = None  # input and output width
 
     def prepare(self) -> None:
-        """Read where its weights lie.
-
-        Raises:
-            NotFusable: they are of a kind that the kernels don't read where they are.
-        """
+        """Fill in the struct; raise NotFusable if the kernels can't read a weight in place."""
         self._prepare()
         self.fingerprint.record_layouts()
 
     @property
     def experts(self) -> Any:
-        """Its experts module, where it has one that the kernels run."""
+        """The experts module that the kernels run, or None."""
         mixture = self.parts.mixture
         return None if mixture is None else mixture.experts.module
 
     @property
     def matrices(self) -> dict[int, nn.Module]:
-        """The linear layers whose matrices adapters may add to, by place (`Place` of kernels/layer.cpp)."""
+        """The linear layers that a LoRA adapter may apply to, by `Place` of kernels/layer.cpp."""
         parts = self.parts
-        found = dict(enumerate(parts.inputs))
-        found |= {7 + i: module for i, module in enumerate(parts.gates)}
+        matrices = dict(enumerate(parts.inputs))
+        matrices |= {7 + i: module for i, module in enumerate(parts.gates)}
         others = {6: parts.output, 9: parts.down}
-        return found | {place: module for place, module in others.items() if module is not None}
+        return matrices | {place: module for place, module in others.items() if module is not None}
 
     def angles_in(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines among its arguments."""
+        """Return the rotary cos and sin among the layer's arguments."""
         return cos_and_sin(arguments["position_embeddings"], sin_first=self._shape.sin_first)
 
     def fits(self) -> bool:
-        """Return whether the kernels can run it as it is now, without hooks."""
-        if any(map(_hooks, self._fields)) or any(map(_pre_hooks, self._fields)):
-            return False
-        return not hooked_everywhere() and self.fingerprint.fits(self._prepare)
+        """Return whether the kernels can run the layer in its current state; False if it has hooks."""
+        return not has_hooks(self._fields) and self.fingerprint.fits(self._prepare)
 
     def _prepare(self) -> None:
-        """Fill in the struct."""
         parts, shape, struct, dtype = self.parts, self._shape, self.struct, self.dtype
         struct.heads, struct.kv_heads = shape.heads, shape.kv_heads
         struct.head_dim, struct.value_dim = shape.head_dim, shape.value_dim
@@ -159,7 +145,7 @@ class FusedLayer:
         if len(parts.inputs) == 1:
             widths = [sum(widths)]
         elif len(parts.inputs) == 2 and not (parts.latent or parts.mixer):
-            # Values are made of what keys are.
+            # Keys and values come from the same projection.
             struct.chunks, struct.q = 1, Slice(0, queries)
             struct.k = struct.v = Slice(queries, shape.head_dim)
             fits, widths = widths[1] == widths[2], widths[:2]
@@ -175,9 +161,9 @@ class FusedLayer:
             widths = parts.mixer.widths[:firsts] + [m.depth for m in latent]
             fits &= [m.cols for m in latent] == parts.mixer.widths[firsts:]
         elif latent:
-            rank, turned = latent[-1].depth, struct.inputs[1].cols - latent[-1].depth
-            widths = [queries, rank + turned, *gates]
-            of_norms = {"of_keys": (rank, None), "of_values": (turned, None)}
+            rank, rotary_width = latent[-1].depth, struct.inputs[1].cols - latent[-1].depth
+            widths = [queries, rank + rotary_width, *gates]
+            of_norms = {"of_keys": (rank, None), "of_values": (rotary_width, None)}
             if len(latent) == 2:
                 widths[0] = latent[0].depth
                 of_norms["of_queries"] = latent[0].depth, None
@@ -187,9 +173,9 @@ class FusedLayer:
             fits &= all(struct.inputs[i].depth == struct.hidden for i in range(len(widths)))
             fits &= struct.output.depth == shape.heads * shape.value_dim
         if latent and parts.mixer is None:
-            made = [queries, shape.heads * (shape.head_dim - turned + shape.value_dim)]
-            fits &= [m.cols for m in latent] == made[-len(latent) :]
-            fits &= shape.kv_heads == shape.heads and 0 <= turned <= shape.head_dim
+            columns = [queries, shape.heads * (shape.head_dim - rotary_width + shape.value_dim)]
+            fits &= [m.cols for m in latent] == columns[-len(latent) :]
+            fits &= shape.kv_heads == shape.heads and 0 <= rotary_width <= shape.head_dim
         struct.residual = parts.residual
         fits &= parts.has_mlp or parts.residual not in (Residual.JOINED, Residual.POST)
         if parts.down is not None:
@@ -199,18 +185,18 @@ class FusedLayer:
             fits &= all(m.depth == struct.hidden for m in gates)
             fits &= struct.down.cols == struct.hidden
         for role in ROLES:
-            own = of_norms.get(role, (struct.hidden, None))
-            setattr(struct, role, norm_of(parts.norms.get(role), dtype, *own))
+            norm_sizes = of_norms.get(role, (struct.hidden, None))
+            setattr(struct, role, norm_of(parts.norms.get(role), dtype, *norm_sizes))
         struct.sinks = struct.mixture = struct.factor = None
         if parts.factor is not None:
             struct.factor = address_of(parts.layer._buffers[parts.factor], dtype)
         struct.alibi = None if options.alibi is None else options.alibi.data_ptr()
-        struct.gate_width, struct.turned_first = shape.gates, shape.turned_first
+        struct.gate_width, struct.turned_first = shape.gates, shape.rotated_first
         struct.clip, struct.q_scale = shape.clip, shape.q_scale
         if shape.sinks:
             sinks = parts.attention._parameters.get("sinks")
             if sinks is None or sinks.shape != (shape.heads,):
-                raise NotFusable("its attention has a bias of its own")
+                raise NotFusable("its attention adds a bias other than one sink per head")
             struct.sinks, struct.sinks_f32 = address_and_f32(sinks, dtype)
         if parts.mixture is not None:
             fits &= parts.mixture.experts.hidden == struct.hidden
@@ -220,35 +206,34 @@ class FusedLayer:
             self._mixer.fill(parts.mixer, dtype)
             setattr(struct, self._mixer.field, ctypes.addressof(self._mixer))
         row_sizes = struct.hidden, struct.output.cols
-        self._sizes = self._sizes or row_sizes  # what the kernels write to has these
+        self._sizes = self._sizes or row_sizes  # the output buffers have these widths
         if not fits or row_sizes != self._sizes:
-            raise NotFusable("its matrices do not fit together")
+            raise NotFusable("its matrices have inconsistent shapes")
 
-    def _keys(self, x: Tensor, given: dict[str, Any]) -> Tensor | None:
-        """Return the keys that an indexer chooses for rows `[1, T, H]`; None without one.
+    def _chosen_keys(self, x: Tensor, arguments: dict[str, Any]) -> Tensor | None:
+        """Return the keys chosen by an indexer for hidden states `[1, T, H]`; None without an indexer.
 
-        Args:
-            given: the arguments, which may have those of another layer's.
+        If another layer's indexer chose them, they are among the layer's arguments.
         """
         parts = self.parts
         if parts.indexer is None:
-            return None if self._shape.chosen_in is None else given[self._shape.chosen_in]
+            return (
+                None
+                if self._shape.chosen_keys_argument is None
+                else arguments[self._shape.chosen_keys_argument]
+            )
         norm = {role: norm.module for role, norm in parts.norms.items()}.get
         x = (norm("before_attention") or nn.Identity())(x)
-        seen = [x]
+        operands = [x]
         if parts.latent:
             latent = (norm("of_queries") or nn.Identity())(parts.inputs[0](x))
             scale = parts.latent_scales[0]
-            seen.append(latent if scale == 1.0 else latent * scale)
-        keys: Tensor = parts.indexer(*seen, given["position_embeddings"])
+            operands.append(latent if scale == 1.0 else latent * scale)
+        keys: Tensor = parts.indexer(*operands, arguments["position_embeddings"])
         return keys
 
     def forward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of the layer's forward while the engine runs.
-
-        Args:
-            plain: what serves where the kernels don't: the layer's own forward.
-        """
+        """Return the replacement for the layer's forward; unsupported calls fall back to `plain`."""
         parts, shape, dtype, experts = self.parts, self._shape, self.dtype, self.experts
         attention, num_states, returns = parts.attention, parts.num_states, self._returns
         before, after, whole = (kernel(f"vb_{n}") for n in ("layer_before", "layer_after", "layer"))
@@ -260,7 +245,7 @@ class FusedLayer:
         widths = [count * width for count, width in sizes]
         widths.append(shape.gates)
         width_of_all, struct = sum(widths), self.struct
-        turns, angles_in = self.turns, self.angles_in
+        rotates, angles_in = self.rotates, self.angles_in
         mlp = None if parts.has_mlp else parts.mlp
         after_mlp, scale = parts.norms.get("after_mlp"), parts.residual_scale
         names, chooses = argument_names(parts.layer), self.chooses
@@ -268,12 +253,12 @@ class FusedLayer:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             context: Any = active_context()
-            given = dict(zip(names, args, strict=False)) | kwargs
-            x = given.pop(names[0], None)
+            named = dict(zip(names, args, strict=False)) | kwargs
+            x = named.pop(names[0], None)
             if (
                 context is None
                 or len(args) > len(names)
-                or given.keys() != arguments
+                or named.keys() != arguments
                 or getattr(x, "dtype", None) is not dtype
                 or not (context.trusted or fits())
                 or x.shape[-1:] != (struct.hidden,)
@@ -281,23 +266,23 @@ class FusedLayer:
                 return plain(*args, **kwargs)
             x = x.contiguous()
             rows, direct = x.numel() // struct.hidden, context.direct
-            reads = direct is not None and direct.count == rows
+            usable = direct is not None and direct.count == rows
             if attends and direct is not None:
-                reads &= direct.dtype is dtype
-            if chooses or shared is not None or not reads:
+                usable &= direct.dtype is dtype
+            if chooses or shared is not None or not usable:
                 direct = None
             if direct is None and (num_states or context.adapted):
                 return plain(*args, **kwargs)
             angles: tuple[Any, ...] = (None, None, 0, False)
-            if turns:
-                cos, sin = angles_in(given)
+            if rotates:
+                cos, sin = angles_in(named)
                 width, wide = cos.shape[-1], cos.dtype is torch.float32
                 if len(cos) != rows or not (wide or cos.dtype is dtype):
                     return plain(*args, **kwargs)
                 angles = cos.data_ptr(), sin.data_ptr(), width, wide
             out = x.new_empty(*x.shape[:-1], struct.output.cols or struct.hidden)
             normed = None if mlp is None else torch.empty_like(x)
-            x_at, *made = addresses(x, out, normed)
+            x_at, *outputs = addresses(x, out, normed)
             record: tuple[Any, ...] = (None, None, 0)
             keys: Tensor | None = None
             if experts is not None and context.routing is not None:
@@ -309,29 +294,32 @@ class FusedLayer:
                     stores = direct.states(context.next_states(num_states), num_states)
                 elif parts.inputs:
                     stores = direct.stores(context.layer_of(attention))
-                whole(address, direct.address, *stores, x_at, *angles, *record, *made)
+                whole(address, direct.address, *stores, x_at, *angles, *record, *outputs)
             elif not parts.inputs:
-                after(address, x_at, None, None, rows, *record, *made)
+                after(address, x_at, None, None, rows, *record, *outputs)
             else:
                 qkv = torch.empty((rows, width_of_all), dtype=dtype)
                 before(address, x_at, rows, *angles, qkv.data_ptr())
                 heads = zip(qkv.split(widths, dim=1), sizes, strict=False)
-                options = add_sinks(shape.options, attention) if shape.sinks else shape.options
-                keys = self._keys(x, given) if chooses else None
+                options = shape.options
+                if shape.sinks:
+                    sinks: Any = attention.sinks
+                    options = replace(options, sinks=sinks.detach().float())
+                keys = self._chosen_keys(x, named) if chooses else None
                 if keys is not None:
                     options = replace(options, chosen=keys.reshape(rows, -1, keys.shape[-1]))
                 q, *kv = (part.unflatten(1, size) for part, size in heads)
                 if shared is not None and kv:
-                    given[shared[0]][shared[1]] = tuple(x.transpose(0, 1)[None] for x in kv)
+                    named[shared[0]][shared[1]] = tuple(x.transpose(0, 1)[None] for x in kv)
                 elif shared is not None:
-                    kv = [x[0].transpose(0, 1) for x in given[shared[0]][shared[1]]]
+                    kv = [x[0].transpose(0, 1) for x in named[shared[0]][shared[1]]]
                 attended = context.attend(attention, q, *kv, options).contiguous()
-                after(address, x_at, *addresses(attended, qkv), rows, *record, *made)
+                after(address, x_at, *addresses(attended, qkv), rows, *record, *outputs)
             if mlp is not None:
-                of_mlp = mlp(normed)
-                of_mlp = of_mlp[0] if isinstance(of_mlp, tuple) else of_mlp
-                of_mlp = of_mlp if after_mlp is None else after_mlp.module(of_mlp)
-                out = out + (of_mlp if scale == 1.0 else of_mlp * scale)
+                mlp_out = mlp(normed)
+                mlp_out = mlp_out[0] if isinstance(mlp_out, tuple) else mlp_out
+                mlp_out = mlp_out if after_mlp is None else after_mlp.module(mlp_out)
+                out = out + (mlp_out if scale == 1.0 else mlp_out * scale)
                 if parts.factor is not None:
                     out *= parts.layer._buffers[parts.factor]
             return as_returned(out, returns, keys)
@@ -339,27 +327,22 @@ class FusedLayer:
         return forward
 
 
-# What a layer returns behind hidden states: for each entry of the tuple, whether it is the keys that an
-# indexer chose, else None. Without a tuple it is None.
+# The return values of a layer after hidden states: keys chosen by an indexer (True) or None (False). None if
+# the layer returns a tensor instead of a tuple.
 Returns = tuple[bool, ...] | None
 
 
 def as_returned(
     hidden: Tensor, returns: Returns, keys: Tensor | None = None
 ) -> Tensor | tuple[Tensor | None, ...]:
-    """Return hidden states as a layer does that returns these."""
+    """Return hidden states in a layer's return format."""
     return hidden if returns is None else (hidden, *(keys if has else None for has in returns))
 
 
 def argument_names(layer: nn.Module) -> list[str]:
-    """Return the names of the arguments that a layer's own forward takes by position; one at least."""
+    """Return the names of a layer's positional arguments; `[""]` if it has none."""
     try:
-        given = [*inspect.signature(type(layer).forward).parameters.values()][1:]
-    except (TypeError, ValueError):  # a function that is not Python's
-        given = []
-    return [p.name for p in given if p.kind is p.POSITIONAL_OR_KEYWORD] or [""]
-
-
-def add_sinks(options: AttentionOptions, attention: Any) -> AttentionOptions:
-    """Return `options` with the current sinks of `attention`."""
-    return replace(options, sinks=attention.sinks.detach().float())
+        parameters = [*inspect.signature(type(layer).forward).parameters.values()][1:]
+    except (TypeError, ValueError):  # a forward in C
+        parameters = []
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] or [""]

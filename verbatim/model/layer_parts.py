@@ -1,8 +1,8 @@
-"""The parts of a decoder layer: its modules by role, and the shape of its attention.
+"""Finds the parts of a decoder layer: its modules by role, and the shape of its attention.
 
-Roles follow from what modules were given and what they made of it in one forward, and not from their names:
-the norm before attention is the one between the layer's input and the input of its projections. What lies
-between the modules (residuals, rotary embeddings) is a guess, which a trial verifies (`layer_trial.py`).
+Roles are inferred from the inputs and outputs of modules in one forward, not from their names: the norm
+before attention is the one that maps the layer's input to the input of its projections. The operations
+between modules (residuals, rotary embeddings) are guessed; `layer_trial.py` verifies the guess.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ from verbatim.kernels.options import Activation, AttentionOptions
 from verbatim.model import elementwise
 from verbatim.model.adapters import runs_indexer
 from verbatim.model.differential import bit_equal
-from verbatim.model.mixers import Mixer, mixer_of, recurs
-from verbatim.model.mixture import MixtureParts, mixtures_of
+from verbatim.model.mixers import Mixer, MixtureParts, is_recurrent, mixer_of, mixtures_of
 from verbatim.model.norms import Norm, find_norm
-from verbatim.model.packed import PackedLinear, is_linear
+from verbatim.model.quantized import QuantizedLinear, is_linear
 from verbatim.model.structs import NotFusable
 
 
 class Rotation(enum.IntEnum):
-    """The pairs of dimensions in rotary embeddings; as in `kernels/elementwise.h`."""
+    """The pairs of dimensions that a rotary embedding rotates; as in `kernels/elementwise.h`."""
 
     UNTURNED = 0
     HALVES = 1  # i with i + half
     NEIGHBOURS = 2  # 2i with 2i + 1
-    ONCE = 3  # as HALVES, with one angle for both halves instead of two
-    SPREAD = 4  # 2i with 2i + 1, which become i and i + half
+    ONCE = 3  # as HALVES, with cos and sin `[T, half]` for both halves
+    SPREAD = 4  # 2i with 2i + 1; the results become dimensions i and i + half
     PAIRED = 5  # as NEIGHBOURS, by angles 2i and 2i + 1, rounded once
-    NEIGHBOURS_ONCE = 6  # as NEIGHBOURS, with as many angles as pairs
+    NEIGHBOURS_ONCE = 6  # as NEIGHBOURS, with cos and sin `[T, half]`
     BACKWARDS = 7  # as HALVES, by negative angles
 
 
 class Residual(enum.IntEnum):
-    """The input of the MLP, and the order in which the residual is added up; as in `kernels/layer.cpp`."""
+    """The input of the MLP, and the order of additions to the residual stream; as in `kernels/layer.cpp`."""
 
     SEQUENTIAL = 0
     PARALLEL = 1
@@ -54,25 +53,24 @@ class Residual(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """The parts of a layer of the common structure; or of its attention or its MLP alone.
+    """The parts of a layer, or of its attention or its MLP alone.
 
     Attributes:
-        attention: the module that attends; or `mixer`'s; or the MLP that this is.
-        mlp: the module of its MLP; None without one, or if the layer has its linears itself.
-        output: the last projection of attention, or of an MLP alone; None for experts alone.
-        inputs: projections of attention: q, k, v and a gate, or fewer for the first two or three of these; or
-            those of `mixer`; or the first ones of q, and of k and v. Empty for an MLP.
-        latent: in the last case, the second ones: of q, if it has one, and of k and v. A gate may be the last
-            one of `inputs`. Or those of `mixer`.
-        latent_scales: factors of what these are given, behind its norm.
-        gates: gate and up, one for both, or up alone; empty if `mlp` runs unchanged, or has experts.
-        mixtures: the possible structures of a mixture of experts, the likeliest first.
-        mixture: the one of them that the kernels run; None without one, or if it runs unchanged.
-        norms: by role, of `structs.ROLES`.
-        residual_scale: factor of the terms added to the residual.
-        factor: name of a buffer of the layer, of one number, that multiplies what it returns.
-        mixer: what stands in place of attention, and keeps states.
-        indexer: a module that chooses the keys, also by what latent queries are given.
+        attention: the module that calls attention, the module of `mixer`, or a lone MLP.
+        mlp: the MLP's module; None without an MLP, or if its linear layers are children of the layer.
+        output: the last projection of attention, or of a lone MLP; None for lone experts.
+        inputs: the projections of the layer's input: q, k, v and a gate, fewer if some are fused; with
+            latent attention the down-projections and perhaps a gate; or those of `mixer`. Empty for an MLP.
+        latent: the up-projections of latent attention (q if it has one, then k and v), or those of `mixer`.
+        latent_scales: factors of the normed inputs of `latent`.
+        gates: gate and up projections, one for both, or up alone; empty if `mlp` runs unchanged or is MoE.
+        mixtures: possible structures of an MoE block, the most likely first.
+        mixture: the element of `mixtures` that the kernels run; None if there is none or it runs unchanged.
+        norms: the norms by role, one of `structs.ROLES`.
+        residual_scale: factor of the terms added to the residual stream.
+        factor: name of a one-element buffer of the layer, by which its output is multiplied.
+        mixer: the recurrent module in place of attention.
+        indexer: module that chooses the keys to attend to.
     """
 
     layer: nn.Module
@@ -96,31 +94,44 @@ class LayerParts:
 
     @property
     def has_mlp(self) -> bool:
-        """True if the kernels run its MLP, or it has none."""
+        """True if the kernels run the MLP, or there is none."""
         return bool(self.gates) or self.mixture is not None or self.residual >= Residual.ALONE
 
     @property
     def num_states(self) -> int:
-        """Number of states that it keeps; 0: it keeps K and V."""
+        """Number of recurrent states per sequence; 0 for attention, which has K and V."""
         return 0 if self.mixer is None else self.mixer.kind.num_states
 
     def modules(self) -> list[nn.Module]:
-        """Return the modules replaced by the kernels, without the layer itself."""
-        kept = {self.layer}
+        """Return the modules replaced by the kernels, except the layer itself."""
+        excluded = {self.layer}
         for part in (None if self.has_mlp else self.mlp, self.indexer):
-            kept |= set() if part is None else {*part.modules()}
-        return [m for m in self.layer.modules() if m not in kept]
+            excluded |= set() if part is None else {*part.modules()}
+        return [m for m in self.layer.modules() if m not in excluded]
+
+    def unknown_weights(self, *owners: nn.Module | None) -> list[str]:
+        """Return the names of parameters of modules that belong to no part.
+
+        A forward may use them later, such as those of a LoRA which is merged at the moment.
+        """
+        parts: list[Any] = [*self.inputs, *self.latent, self.output, *self.gates, self.down]
+        parts += [None if self.gates else self.mlp, self.indexer]
+        parts += [norm.module for norm in self.norms.values()]
+        known = {id(p) for part in parts if part is not None for p in part.parameters()}
+        known.add(id(self.attention._parameters.get("sinks")))
+        named = [pair for owner in owners if owner is not None for pair in owner.named_parameters()]
+        return [name for name, parameter in named if id(parameter) not in known]
 
     def of(self, originals: dict[int, nn.Module]) -> LayerParts:
-        """Return the parts of another layer, by the ids of these."""
+        """Return the corresponding parts of another layer; `originals`: its modules by id of this layer's."""
         bare = replace(self, mixtures=(), mixture=None, mixer=None)
-        found = copy.deepcopy(bare, dict[int, Any](originals))
-        mlp = found.mlp
+        parts = copy.deepcopy(bare, dict[int, Any](originals))
+        mlp = parts.mlp
         mixtures = () if mlp is None or not self.mixtures else tuple(mixtures_of(mlp))
         pairs = zip(self.mixtures, mixtures, strict=True)
         mixture = next((theirs for ours, theirs in pairs if ours is self.mixture), None)
-        mixer = None if self.mixer is None else mixer_in(found.attention)
-        return replace(found, mixtures=mixtures, mixture=mixture, mixer=mixer)
+        mixer = None if self.mixer is None else mixer_in(parts.attention)
+        return replace(parts, mixtures=mixtures, mixture=mixture, mixer=mixer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,158 +143,162 @@ class Shape:
     head_dim: int
     value_dim: int
     rotation: Rotation
-    options: AttentionOptions  # without sinks, which are read each time
+    options: AttentionOptions  # without sinks, which are read in each forward
     sinks: bool
-    gates: int = 0  # of what heads attend to, one for each or for each of their elements
-    grouped: bool = False  # one projection, by KV head: its queries, key and value
-    turned_first: bool = False  # queries and keys are rotated before their norms
-    clip: float = 0.0  # largest of what projections make; 0: any
-    q_scale: float = 1.0  # of queries, where attention has no scale of its own
-    sin_first: bool = False  # in the position embeddings
-    # An argument, and a key of it, of the keys and values that layers share; they are those of another
-    # layer where this one has no KV heads.
+    gates: int = 0  # number of output gates: one per head, one per element of a head, or 0
+    grouped: bool = False  # the fused projection is ordered by KV head: its queries, key and value
+    rotated_first: bool = False  # whether queries and keys are rotated before their norms
+    clip: float = 0.0  # limit for the absolute outputs of the projections; 0: none
+    q_scale: float = 1.0  # factor of queries, if attention itself does not scale
+    sin_first: bool = False  # whether `position_embeddings` is (sin, cos)
+    # Name of the argument, and key in it, with keys and values shared between layers. A layer without KV
+    # heads reads them; others write them.
     shared: tuple[str, Any] | None = None
-    chosen_in: str | None = None  # an argument: the keys that another layer's indexer chose
+    chosen_keys_argument: str | None = (
+        None  # the argument with the keys chosen by another layer's indexer
+    )
 
 
 def mixer_in(attention: nn.Module) -> Mixer | None:
-    """Return what stands in place of attention; None if it attends.
-
-    Raises:
-        NotFusable: the kernels don't have it.
-    """
-    return mixer_of(attention) if recurs(attention) else None
+    """Return the recurrent mixer of a module, None if it attends; raise NotFusable if unsupported."""
+    return mixer_of(attention) if is_recurrent(attention) else None
 
 
 @dataclass(slots=True, eq=False)
 class ModuleCall:
-    """The input and the output of a module in a forward."""
+    """A call of a module: its input and output."""
 
     module: nn.Module
-    given: Tensor
-    made: Tensor
+    input: Tensor
+    output: Tensor
 
     @property
     def norm(self) -> Norm | None:
-        """Its module as a norm, if it is one of a known family."""
+        """The module as a norm of a known family, or None."""
         return find_norm(self.module)
 
     @property
     def is_product(self) -> bool:
-        """Return whether its module is a linear layer."""
-        return is_linear(self.module) or type(self.module) is PackedLinear
+        """True if the module is a linear layer."""
+        return is_linear(self.module) or type(self.module) is QuantizedLinear
 
-    def leads(self, start: Tensor | None, end: Tensor | None) -> bool:
-        """Return whether it makes one tensor of another; None: of any, or any."""
-        begins = start is None or same_numbers(self.given, start)
-        return begins and (end is None or same_numbers(self.made, end))
+    def maps(self, start: Tensor | None, end: Tensor | None) -> bool:
+        """Return whether the call maps `start` to `end`; None matches any tensor."""
+        begins = start is None or same_numbers(self.input, start)
+        return begins and (end is None or same_numbers(self.output, end))
 
 
 def record(layer: nn.Module) -> list[ModuleCall]:
-    """Let a layer's parts note their calls, in the order in which they begin, by new forwards."""
+    """Patch a layer's submodules to append their calls to the returned list, in order of their starts."""
     calls: list[ModuleCall] = []
 
-    def noted(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def recorded(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if not tensors:
             return forward(*args, **kwargs)
         calls.append(call := ModuleCall(module, tensors[0].clone(), tensors[0]))
         out = forward(*args, **kwargs)
-        made = out[0] if isinstance(out, tuple | list) else out
-        call.made = made.clone() if isinstance(made, Tensor) else call.given
+        first = out[0] if isinstance(out, tuple | list) else out
+        call.output = first.clone() if isinstance(first, Tensor) else call.input
         return out
 
     for module in [*layer.modules()][1:]:
-        own = module.__dict__.get("forward") or partial(type(module).forward, module)
-        module.__dict__["forward"] = partial(noted, module, own)
+        original = module.__dict__.get("forward") or partial(type(module).forward, module)
+        module.__dict__["forward"] = partial(recorded, module, original)
     return calls
 
 
-def take_apart(
+def find_parts(
     layer: nn.Module, attention: nn.Module | None, calls: list[ModuleCall], x: Tensor, out: Tensor
 ) -> LayerParts:
-    """Return the parts of a layer, or of a part of one.
+    """Return the parts of a layer, or of its attention or its MLP alone.
 
     Args:
-        attention: in it; None: it is an MLP.
-        calls: of its parts, in a forward that made `out` of `x`.
+        attention: the attention module in the layer; None: the layer is an MLP.
+        calls: the submodules' calls in a forward with input `x` and output `out`.
 
     Raises:
-        NotFusable: it is of another shape.
+        NotFusable: the layer has a different structure.
     """
-    # Whatever hands on what it is given (dropout, identities) is no part.
-    calls = [call for call in calls if not same_numbers(call.given, call.made)]
+    # Modules that return their input unchanged (dropout, identity) are ignored.
+    calls = [call for call in calls if not same_numbers(call.input, call.output)]
     if attention is None:
-        _, found = _mlp_of([ModuleCall(layer, x, out), *calls], x)  # it adds no residual
-        if not (found.get("gates") or found.get("mixtures")):
-            raise NotFusable("its MLP is not what the kernels make")
-        return LayerParts(layer, layer, [], [], found.get("down"), {}, Residual.PART, 1.0, **found)
+        _, parts = _mlp_of([ModuleCall(layer, x, out), *calls], x)  # without a residual
+        if not (parts.get("gates") or parts.get("mixtures")):
+            raise NotFusable("its MLP has a structure that the kernels don't support")
+        return LayerParts(layer, layer, [], [], parts.get("down"), {}, Residual.PART, 1.0, **parts)
     indexer = next((part for part in attention.modules() if runs_indexer(part)), None)
     aside = set() if indexer is None else {id(part) for part in indexer.modules()}
     calls = [call for call in calls if id(call.module) not in aside]
     inside = {id(module) for module in attention.modules()}
-    own = [call for call in calls if id(call.module) in inside]
-    others = [call for call in calls if call not in own]
+    inner = [call for call in calls if id(call.module) in inside]
+    outer = [call for call in calls if call not in inner]
 
     def norm(start: Tensor | None, end: Tensor | None = None) -> Norm | None:
-        """Return the norm that makes one tensor of another."""
-        return next((n for c in others if (n := c.norm) is not None and c.leads(start, end)), None)
+        """Return the norm that maps `start` to `end`; None matches any tensor."""
+        return next((n for c in outer if (n := c.norm) is not None and c.maps(start, end)), None)
 
-    def scale_of(given: Tensor) -> float:
-        """Return which number of attention makes a product's input of a norm's output."""
-        makes = (n for n in numbers if any(same_numbers(c.made * n, given) for c in own_norms))
+    def scale_of(operand: Tensor) -> float:
+        """Return the attention module's attribute by which a norm's output is scaled to `operand`, or 1."""
+        makes = (
+            n for n in numbers if any(same_numbers(c.output * n, operand) for c in inner_norms)
+        )
         return next(makes, 1.0)
 
     mixer = mixer_in(attention)
-    products = [call for call in own if call.is_product] or [ModuleCall(layer, x, x)]
-    # The output projection may be in another module than the one that attends, as BERT's is.
-    if own and mixer is None and same_numbers(products[-1].given, products[0].given):
-        products += [c for c in calls[calls.index(own[-1]) :] if c in others and c.is_product][:1]
-    *products, output = products
-    inputs = [call for call in products if same_numbers(call.given, products[0].given)]
-    seconds = [call for call in products if call not in inputs]
-    latent, own_norms = [call.module for call in seconds], [c for c in own if c.norm is not None]
-    most = 2 if len(inputs) in (2, 3) else 0  # latent ones
-    if len(inputs) == 3 and len(latent) == 2:  # no norm is given the first columns of a gate
-        normed = [call.given for call in own_norms]
+    products = [call for call in inner if call.is_product] or [ModuleCall(layer, x, x)]
+    # The output projection may be outside the module that attends, as in BERT.
+    if inner and mixer is None and same_numbers(products[-1].input, products[0].input):
+        products += [c for c in calls[calls.index(inner[-1]) :] if c in outer and c.is_product][:1]
+    *products, last_product = products
+    inputs = [call for call in products if same_numbers(call.input, products[0].input)]
+    second = [call for call in products if call not in inputs]
+    latent, inner_norms = [call.module for call in second], [c for c in inner if c.norm is not None]
+    max_latent = 2 if len(inputs) in (2, 3) else 0
+    if len(inputs) == 3 and len(latent) == 2:  # the gate goes last: no norm follows it
+        normed = [call.input for call in inner_norms]
         inputs.sort(
-            key=lambda c: not any(same_numbers(c.made[..., : x.shape[-1]], x) for x in normed)
+            key=lambda c: not any(same_numbers(c.output[..., : x.shape[-1]], x) for x in normed)
         )
-    known = mixer is not None or (len(inputs) <= 4 and len(latent) <= most)
-    if not (inputs and known) or output.leads(inputs[0].given, None):
+    supported = mixer is not None or (len(inputs) <= 4 and len(latent) <= max_latent)
+    if not (inputs and supported) or last_product.maps(inputs[0].input, None):
         raise NotFusable(
-            f"{type(attention).__name__} has {len(inputs)} linear layers of its input and {len(latent)} of "
-            "their output, and not one to four for queries, keys, values and a gate, or latent ones"
+            f"{type(attention).__name__} has {len(inputs)} linear layers on its input and "
+            f"{len(latent)} on their output; supported are one to four for queries, keys, values "
+            "and a gate, or latent ones"
         )
     modules = [call.module for call in inputs]
     if mixer is not None:
         modules = [attention.get_submodule(name) for name in mixer.inputs]
         latent = [attention.get_submodule(name) for name in mixer.latent]
-    roles = {"before_attention": norm(x, inputs[0].given), "after_attention": norm(output.made)}
-    if roles["before_attention"] is None and not same_numbers(x, inputs[0].given):
-        names = [type(c.module).__name__ for c in others if c.leads(x, inputs[0].given)]
-        name = (*names, "what its attention is given")[0]
-        raise NotFusable(f"{name} is no norm of a known family")
+    roles = {
+        "before_attention": norm(x, inputs[0].input),
+        "after_attention": norm(last_product.output),
+    }
+    if roles["before_attention"] is None and not same_numbers(x, inputs[0].input):
+        names = [type(c.module).__name__ for c in outer if c.maps(x, inputs[0].input)]
+        name = (*names, "the input of its attention")[0]
+        raise NotFusable(f"{name} is not a known kind of norm")
     if mixer is None:
-        of_heads = [n for call in own_norms if (n := call.norm) is not None]
+        of_heads = [n for call in inner_norms if (n := call.norm) is not None]
         if len(of_heads) > 3:
-            raise NotFusable("its attention has more norms than of queries, keys and values")
-        kinds = ("of_queries", "of_keys", "of_values")[len(latent) == 1 :]
-        roles |= zip(kinds, of_heads, strict=False)
-    behind = calls[calls.index(output) + 1 :]
-    behind = [call for call in behind if call in others and call.norm is None]
+            raise NotFusable("its attention has more norms than those of queries, keys and values")
+        norm_roles = ("of_queries", "of_keys", "of_values")[len(latent) == 1 :]
+        roles |= zip(norm_roles, of_heads, strict=False)
+    after = calls[calls.index(last_product) + 1 :]
+    after = [call for call in after if call in outer and call.norm is None]
     residual = Residual.PART if layer is attention else Residual.ALONE
-    found = dict[str, Any]()
-    if behind:
-        made, found = _mlp_of(behind, out)
-        given, residual = behind[0].given, Residual.SEQUENTIAL
-        if made.numel() == given.numel() and (last := norm(made.flatten() + given.flatten())):
+    parts = dict[str, Any]()
+    if after:
+        term, parts = _mlp_of(after, out)
+        operand, residual = after[0].input, Residual.SEQUENTIAL
+        if term.numel() == operand.numel() and (last := norm(term.flatten() + operand.flatten())):
             residual = Residual.POST
-            roles |= {"after_attention": norm(None, given), "after_mlp": last}
+            roles |= {"after_attention": norm(None, operand), "after_mlp": last}
         else:
-            roles |= {"before_mlp": norm(None, given), "after_mlp": norm(made)}
-        if norm(x, given) is not None:
-            total = output.made.reshape(x.shape) + made.reshape(x.shape) + x
+            roles |= {"before_mlp": norm(None, operand), "after_mlp": norm(term)}
+        if norm(x, operand) is not None:
+            total = last_product.output.reshape(x.shape) + term.reshape(x.shape) + x
             residual = Residual.JOINED if same_numbers(total, out) else Residual.PARALLEL
     numbers = [1.0, *(n for n in attention.__dict__.values() if type(n) is float)]
     scale = layer.__dict__.get("residual_multiplier", 1.0)
@@ -293,50 +308,50 @@ def take_apart(
         attention=attention,
         inputs=modules,
         latent=latent,
-        output=output.module,
+        output=last_product.module,
         norms={role: norm for role, norm in roles.items() if norm is not None},
         residual=residual,
         residual_scale=float(scale) if isinstance(scale, int | float) else 1.0,
         mixer=mixer,
         indexer=indexer,
-        latent_scales=[scale_of(call.given) for call in seconds],
-        factor=factors[0] if factors and behind else None,
-        **found,
+        latent_scales=[scale_of(call.input) for call in second],
+        factor=factors[0] if factors and after else None,
+        **parts,
     )
 
 
 def _mlp_of(calls: list[ModuleCall], out: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """Return what the MLP makes that comes first, and its fields of `LayerParts`.
+    """Return the output of the first MLP in `calls`, without residual, and its fields of `LayerParts`.
 
     Args:
-        out: of the layer; a module that makes that adds the residual itself.
+        out: the layer's output; an MLP module that returns it has added the residual.
     """
     first = calls[0]
     module = None if first.is_product else first.module
     within = None if module is None else {id(part) for part in module.modules()}
     products = [c for c in calls if c.is_product and (within is None or id(c.module) in within)]
-    gates = [call for call in products if same_numbers(call.given, first.given)]
-    made = products[-1].made if module is None else first.made
+    gates = [call for call in products if same_numbers(call.input, first.input)]
+    result = products[-1].output if module is None else first.output
     if len(gates) in (1, 2) and products[len(gates) :] == products[-1:] != gates:
         down = products[-1]
         for order in itertools.permutations(gates):
-            halves = [call.made for call in order]
-            if len(halves) == 1 and halves[0].shape[-1] == 2 * down.given.shape[-1]:
+            halves = [call.output for call in order]
+            if len(halves) == 1 and halves[0].shape[-1] == 2 * down.input.shape[-1]:
                 halves = [*halves[0].chunk(2, dim=-1)]
-            for kind in elementwise.OF_MLPS:
-                if not elementwise.served(halves[0], kind):
+            for kind in elementwise.MLP_ACTIVATIONS:
+                if not elementwise.supports(halves[0], kind):
                     continue
                 inner = elementwise.activate(halves[0], kind, *halves[1:])
-                returned = any(same_numbers(made, x) for x in (down.made, out))
-                if returned and same_numbers(inner, down.given):
+                matches = any(same_numbers(result, x) for x in (down.output, out))
+                if matches and same_numbers(inner, down.input):
                     parts = dict(gates=[call.module for call in order], down=down.module)
-                    return down.made, dict(mlp=module, activation=kind, **parts)
+                    return down.output, dict(mlp=module, activation=kind, **parts)
     if module is None:
-        raise NotFusable("its MLP is not what the kernels make")
-    mixtures, every = tuple(mixtures_of(module)), [call for call in calls if call.is_product]
-    if not mixtures and len(every) > len(products):  # it is not all of the MLP
-        return _mlp_of(every, out)
-    return made, dict(mlp=module, mixtures=mixtures)
+        raise NotFusable("its MLP has a structure that the kernels don't support")
+    mixtures, all_products = tuple(mixtures_of(module)), [call for call in calls if call.is_product]
+    if not mixtures and len(all_products) > len(products):  # this module is only a part of the MLP
+        return _mlp_of(all_products, out)
+    return result, dict(mlp=module, mixtures=mixtures)
 
 
 def same_numbers(a: Tensor, b: Tensor) -> bool:

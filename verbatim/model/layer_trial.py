@@ -1,6 +1,6 @@
-"""Trials of layers in one forward of the model: whether they can be fused.
+"""Trials that decide whether a model's layers can be fused, run within one forward of the model.
 
-A trial runs on a twin of a layer (`twin.py`), and its verdict holds for all layers that are built alike.
+A trial runs on a twin of a layer (`twin.py`); its result holds for all layers with the same structure.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from verbatim.model.layer_parts import (
     Residual,
     Rotation,
     Shape,
+    find_parts,
     mixer_in,
     record,
     same_numbers,
-    take_apart,
 )
 from verbatim.model.lora import shape_of
 from verbatim.model.patching import forward_of, gate_of, replaced_forwards
@@ -42,7 +42,7 @@ from verbatim.model.twin import Hidden, structure_of, twin_of
 
 SPANS = {0: (0, 2), 1: (8, 11)}  # positions of a trial's tokens, by sequence
 _LARGE = 1024.0  # factor of the weights of norms, or of rows, in a second trial
-_MOST_SPREAD = 512  # as MOST_SPREAD of kernels/elementwise.h
+_MAX_SPREAD = 512  # as MOST_SPREAD of kernels/elementwise.h
 _ROTATIONS = (*[r for r in Rotation if r], Rotation.UNTURNED)
 
 
@@ -50,9 +50,9 @@ Attended = tuple[Tensor, Tensor, Tensor, AttentionOptions]  # queries, keys, val
 
 
 class AroundLayers(FlatContext):
-    """The forward context of a model with trials in its layers, in which no states are kept.
+    """The forward context of a model with probes in place of layers, without recurrent states.
 
-    Those of all layers would take much memory; the trial of a layer has its own.
+    The states of all layers would take much memory, and each trial has its own.
     """
 
     def update_state(self, shape: StateShape, update: Update) -> Tensor:
@@ -61,7 +61,7 @@ class AroundLayers(FlatContext):
 
 
 class TrialContext(FlatContext):
-    """The forward context of one layer, which also records its calls of attention."""
+    """The forward context of one layer, which also records its attention calls."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -79,11 +79,11 @@ class TrialContext(FlatContext):
 
     def update_state(self, shape: StateShape, update: Update) -> Tensor:
         if self._store.states is None:
-            raise NotFusable("it attends and keeps a state, too")
+            raise NotFusable("it has both attention and a recurrent state")
         return super().update_state(shape, update)
 
 
-# Returns the layer of the CPU kernels, or the new forward of a layer on a GPU.
+# Builds the fused layer for the CPU kernels, or the fused forward on a GPU.
 Build = Callable[[LayerParts], FusedLayer | Callable[..., Any]]
 
 
@@ -93,139 +93,183 @@ class LayerCall(NamedTuple):
     probe: LayerProbe
     hidden: Tensor
     arguments: dict[str, Any]
-    made: Tensor
+    output: Tensor
 
 
 class LayerProbe:
-    """Replaces a layer, or an attention or an MLP, for one forward, to find out whether it can be fused.
+    """Replaces a layer, attention or MLP for one forward, to find out whether it can be fused.
 
-    Of layers that are built and called alike the first one is tried, and the others are fused as it is.
+    Only the first of the layers with the same structure and arguments is tried.
 
     Attributes:
-        layer, plain, is_part: the arguments.
-        gate: provides the layer's weights, which are elsewhere; None: they stay where they are.
-        tried: the probe of the layer that was tried for it; None: it was not called.
-        parts: of the twin, if this layer was tried, as all that follows.
-        kwargs: its arguments by name, beside hidden states.
-        rows: hidden states `[1, T, H]` that `run` gives it.
-        returns: as of `FusedLayer`.
-        expected: of the twin's own forward, as of `run`.
-        attended: the calls of attention in the last `run`.
-        shared, reads: as of `Shape`, and whether keys and values are those of another layer.
+        layer, attention, spec, fuse, plain, is_part: the arguments.
+        gate: the gate that provides the layer's weights; None: they are always in memory.
+        attending: the layer's submodules that attend.
+        kwargs: the layer's arguments by name, besides hidden states, in its first call.
 
     Args:
-        attention: the module in it that attends or keeps states; None: it is an MLP.
-        spec: of the model.
-        fuse: returns how layers like the probe's are fused; raises NotFusable.
-        calls: where the probes of all layers note their calls.
-        alike: the probes of all layers that were tried.
-        plain: the forward that serves where the kernels don't.
-        is_part: it is in a layer that has a probe, too.
+        attention: the submodule that attends or has recurrent states; None: the layer is an MLP.
+        spec: the model's spec.
+        fuse: returns the function that builds fused layers of a trial's structure; raises NotFusable.
+        calls: list to which the probes of all layers append their calls.
+        trials: the trials by structure; shared by all probes.
+        plain: the layer's forward without fusing.
+        is_part: whether it is a submodule of a layer that also has a probe.
 
     Raises:
-        NotFusable: it can't.
+        NotFusable: the layer can't be tried.
     """
 
-    parts: LayerParts
-    expected: list[Tensor]
-    attended: list[Attended]
-    shared: tuple[str, Any] | None
-    reads: bool
-    _build: Build
+    kwargs: dict[str, Any]
 
     def __init__(
         self,
         layer: nn.Module,
         attention: nn.Module | None,
         spec: ModelSpec,
-        fuse: Callable[[LayerProbe], Build],
+        fuse: Callable[[LayerTrial], Build],
         calls: list[LayerCall],
-        alike: dict[Any, LayerProbe],
+        trials: dict[Any, LayerTrial],
         plain: Callable[..., Any],
         is_part: bool,
     ) -> None:
         self.gate = gate_of(layer)
         if any("forward" in part.__dict__ and gate_of(part) is None for part in layer.modules()):
-            raise NotFusable("the forward of a part of it was replaced by its owner")
-        self.layer, self._attention, self._fuse = layer, attention, fuse
-        self._calls, self._alike = calls, alike
-        self.returns: Returns = None
+            raise NotFusable("the forward of one of its modules was replaced")
+        self.layer, self.attention, self.spec, self.fuse = layer, attention, spec, fuse
         self.plain, self.is_part, self._names = plain, is_part, argument_names(layer)
+        self._calls, self._trials = calls, trials
         mixer = None if attention is None else mixer_in(attention)
         self._num_states = 0 if mixer is None else mixer.kind.num_states
-        self._attending = [m for m in layer.modules() if (id(m), 0) in spec.slots]
-        self._shapes = [spec.layers[spec.slots[id(m), 0]] for m in self._attending]
-        self._states, self._dtype = spec.states, spec.dtype
+        self.attending = [m for m in layer.modules() if (id(m), 0) in spec.slots]
         self._structure = structure_of(layer)
-        self.tried: LayerProbe | None = None
-        self._reason = ""  # why layers like it can't be fused
-        self._needs_place = False
+        self._trial: LayerTrial | None = None
+        self._reason = ""  # why it can't be tried
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context: Any = active_context()
-        given = dict(zip(self._names, args, strict=False)) | kwargs
-        hidden_states = given.pop(self._names[0], None)
+        named = dict(zip(self._names, args, strict=False)) | kwargs
+        hidden_states = named.pop(self._names[0], None)
         if not isinstance(hidden_states, Tensor) or len(args) > len(self._names):
-            self.tried, self._reason = self, "its forward does not name what it is handed"
+            self._reason = "its forward takes unnamed positional arguments, or no tensor first"
             return self._run_plain(*args, **kwargs)
-        if self.tried is None:
-            self.kwargs = given
+        if self._trial is None:
+            self.kwargs = named
             first = context.next_states(0)
-            self._states = self._states[first : first + self._num_states]
-            # Probes keep their arguments, so that no other has the same id.
-            called = [*given], [*map(id, tree_leaves(given))], self._attention is None
-            kept = self._shapes, self._states, hidden_states.shape, hidden_states.dtype
-            self.tried = self._alike.setdefault((self._structure, repr((called, kept))), self)
-            if self.tried is self:
-                self._try_out(hidden_states, place := Hidden())
-                self._needs_place |= place.was_read
-            if self.tried._needs_place:
-                self.tried = self
-                self._try_out(hidden_states, None)
-        like = hidden_states if self.tried._reason else self.tried.expected[-1]
-        made = noise(tuple(like.shape), like.dtype, seed=len(self._calls) + 1).to(like.device)
-        self._calls.append(LayerCall(self, hidden_states.clone(), given, made))
-        if self.tried._reason or any(self.tried.returns or ()):  # only its own forward has the keys
+            self._trial = self._try_out(
+                hidden_states, self.spec.states[first : first + self._num_states]
+            )
+        trial = self._trial
+        like = hidden_states if trial.reason else trial.expected[-1]
+        output = noise(tuple(like.shape), like.dtype, seed=len(self._calls) + 1).to(like.device)
+        self._calls.append(LayerCall(self, hidden_states.clone(), named, output))
+        if trial.reason or any(trial.returns or ()):  # keys come from its own forward
             return self._run_plain(*args, **kwargs)
         context.next_states(self._num_states)
-        # In memory of its own, so it shows what the model makes of it.
-        return as_returned(made.clone(), self.tried.returns)
+        # A copy, as the model may edit it in place, which `WholeModel.check` must notice.
+        return as_returned(output.clone(), trial.returns)
 
-    def _with_weights(self) -> AbstractContextManager[None]:
+    def _try_out(self, hidden: Tensor, states: list[StateShape]) -> LayerTrial:
+        """Return the trial of the layer's structure, or its own if that depends on the layer's index."""
+        # Probes hold their arguments, so that ids stay unique.
+        arguments = [*self.kwargs], [*map(id, tree_leaves(self.kwargs))], self.attention is None
+        shapes = [self.spec.layers[self.spec.slots[id(m), 0]] for m in self.attending]
+        signature = repr((arguments, shapes, states, hidden.shape, hidden.dtype))
+        trial = self._trials.get((self._structure, signature))
+        if trial is None:
+            trial = LayerTrial(self, shapes, states, hidden, Hidden())
+            self._trials[self._structure, signature] = trial
+        return LayerTrial(self, shapes, states, hidden, None) if trial.needs_index else trial
+
+    def open_weights(self) -> AbstractContextManager[None]:
+        """Provide the layer's weights within the block."""
         return nullcontext() if self.gate is None else self.gate.open()
 
     def _run_plain(self, *args: Any, **kwargs: Any) -> Any:
-        with self._with_weights():
+        with self.open_weights():
             return self.plain(*args, **kwargs)
 
-    def _try_out(self, hidden_states: Tensor, place: Hidden | None) -> None:
-        """Try the layer out by a twin.
+    def fused(self, failure: str) -> FusedLayer | Callable[..., Any]:
+        """Return the fused layer on the CPU, or its new forward on a GPU.
 
         Args:
-            place: of the twin in the model; None: the layer's. One whose place is hidden may need it.
+            failure: the error of the model's forward with probes, or "".
+
+        Raises:
+            NotFusable: the layer can't be fused.
         """
-        self._reason = ""
+        trial = self._trial
+        reason = self._reason or (trial.reason if trial else "") or failure
+        if trial is None or reason:
+            raise NotFusable(reason or "it was not called in the trial")
+        twins = zip(map(id, trial.parts.layer.modules()), self.layer.modules(), strict=True)
+        return trial.build(trial.parts.of(dict(twins)))
+
+
+class LayerTrial:
+    """A trial: runs the forwards of a layer's twin and of fused layers on the same random hidden states.
+
+    Attributes:
+        parts: the twin's parts.
+        kwargs: as in `LayerProbe`.
+        rows: hidden states `[1, T, H]`, the input in `run`.
+        returns: as in `FusedLayer`.
+        expected: the result of `run` for the twin's own forward.
+        attended: the attention calls in the last `run`.
+        shared: as in `Shape`.
+        reads_shared: whether keys and values come from another layer.
+        build: builds fused layers of the twin's structure.
+        reason: why they can't be built, or "".
+        needs_index: whether the result holds only for layers with the twin's index.
+
+    Args:
+        probe: the probe of the layer.
+        shapes, states: shapes of its K and V, and of its states.
+        hidden_states: hidden states with the shape, dtype and device of `rows`.
+        place: placeholder for the twin's layer index, which notes reads; None: the layer's own index.
+    """
+
+    parts: LayerParts
+    expected: list[Tensor]
+    attended: list[Attended]
+    shared: tuple[str, Any] | None
+    reads_shared: bool
+    build: Build
+
+    def __init__(
+        self,
+        probe: LayerProbe,
+        shapes: list[LayerShape],
+        states: list[StateShape],
+        hidden_states: Tensor,
+        place: Hidden | None,
+    ) -> None:
+        self.kwargs, self._dtype = probe.kwargs, probe.spec.dtype
+        self._shapes, self._states = shapes, states
+        self.returns: Returns = None
+        self.reason, self.needs_index = "", False
         try:
-            with self._with_weights():
-                self._inspect(hidden_states, place)
-                self._build = self._fuse(self)
+            with probe.open_weights():
+                self._inspect(probe, hidden_states, place)
+                self.build = probe.fuse(self)
         except NotFusable as reason:
-            self._reason = str(reason)
+            self.reason = str(reason)
         except TierFailed:
             raise
-        except Exception as error:  # of its own forward on random rows, say
-            self._needs_place |= place is not None
-            self._reason = f"in the trial: {why_not(error)}"
+        except Exception as error:  # such as an error of its own forward on random rows
+            self.needs_index = place is not None
+            self.reason = f"in the trial: {why_not(error)}"
+        self.needs_index |= place is not None and place.was_read
 
-    def _inspect(self, hidden_states: Tensor, place: Hidden | None) -> None:
-        """Run the twin's own forward on random rows, and find its parts."""
+    def _inspect(self, probe: LayerProbe, hidden_states: Tensor, place: Hidden | None) -> None:
+        """Run the twin's own forward on random hidden states, and find its parts."""
         x = noise(tuple(hidden_states.shape), hidden_states.dtype)
         rows = x.flatten(0, -2)
         rows *= torch.logspace(-2, 1, len(rows))[:, None].to(x.dtype)
         self.rows = x = x.to(hidden_states.device)
-        self._twin = twin = twin_of(self.layer, place)
-        twins = dict(zip(self.layer.modules(), twin.modules(), strict=True))
-        self._slots = {(id(twins[part]), 0): i for i, part in enumerate(self._attending)}
+        twin = twin_of(probe.layer, place)
+        twins = dict(zip(probe.layer.modules(), twin.modules(), strict=True))
+        self._slots = {(id(twins[part]), 0): i for i, part in enumerate(probe.attending)}
         forwards = replaced_forwards(twin)
         for fields, forward in forwards:
             fields["forward"] = forward
@@ -235,41 +279,44 @@ class LayerProbe:
         self._find_shared(shared)
         for module in twin.modules():
             module.__dict__.pop("forward", None)
-        attention = None if self._attention is None else twins[self._attention]
-        self.parts = take_apart(twin, attention, calls, x, self.expected[-1])
+        attention = None if probe.attention is None else twins[probe.attention]
+        self.parts = find_parts(twin, attention, calls, x, self.expected[-1])
         for fields, forward in forwards:
             fields["forward"] = forward
 
     def _find_shared(self, before: dict[str, dict[Any, Any]]) -> None:
-        """Find out which keys and values are kept in its arguments.
+        """Determine whether the layer shares keys and values with others through its mapping arguments.
 
-        Args:
-            before: what was in these before its forward.
+        `before`: their contents before the layer's forward.
         """
-        self.shared, self.reads = None, False
-        for name, then in before.items():
+        self.shared, self.reads_shared = None, False
+        for name, previous in before.items():
             for key, pair in self.kwargs[name].items():
                 heads = pair if _is_pair(pair) and pair[0].ndim == 4 else ()
-                kept = (k_or_v.transpose(1, 2) for k_or_v in heads)
-                if heads and self.attended and all(map(same_numbers, kept, self.attended[0][1:3])):
+                expected = (k_or_v.transpose(1, 2) for k_or_v in heads)
+                if (
+                    heads
+                    and self.attended
+                    and all(map(same_numbers, expected, self.attended[0][1:3]))
+                ):
                     if self.shared is not None:
-                        raise NotFusable("its keys and values are kept in two places")
-                    self.shared, self.reads = (name, key), then.get(key) is pair
-                elif then.get(key) is not pair:
-                    raise NotFusable("it hands something to other layers")
+                        raise NotFusable("its keys and values are stored in two places")
+                    self.shared, self.reads_shared = (name, key), previous.get(key) is pair
+                elif previous.get(key) is not pair:
+                    raise NotFusable("it passes data to other layers through its arguments")
 
     def run(self, forward: Callable[..., Any], *, large: bool = False) -> list[Tensor]:
-        """Run a forward of the twin on random rows, and on memory that begins the same each time.
+        """Run a forward of the twin on `rows`, with a new KV store that always has the same contents.
 
         Args:
-            large: norms make large rows, by weights that the twin has for itself; rows of a part are large.
+            large: whether to scale up the weights of the twin's norms, or the rows for a part of a layer.
 
         Returns:
-            What is in memory then, followed by what it returned.
+            The contents of the store, followed by the hidden states that the forward returned.
         """
         outer = active_context()
         assert isinstance(outer, FlatContext)
-        # A store without K and V has no rows that kernels write to themselves.
+        # The kernels write to the store themselves only if it has K and V.
         shapes = self._shapes or [LayerShape(1, 1, 1)]
         store = noise_store(shapes, self._states, self._dtype, self.rows.device)
         context = TrialContext(self._slots, outer.batch, store, rows=outer.rows)
@@ -282,177 +329,147 @@ class LayerProbe:
             weight *= _LARGE
         try:
             with activate(context):
-                made = forward(rows, **self.kwargs)
+                result = forward(rows, **self.kwargs)
         finally:
             for weight in weights:
                 weight /= _LARGE
         self.attended, self.returns = context.attended, None
-        if isinstance(made, tuple):
-            made, *others = made
+        if isinstance(result, tuple):
+            result, *others = result
             if any(x is not None and not self.has_chosen(x) for x in others):
                 raise NotFusable("it returns more than hidden states")
             self.returns = tuple(x is not None for x in others)
-        if not isinstance(made, Tensor):
+        if not isinstance(result, Tensor):
             raise NotFusable("it returns no hidden states")
-        return [*contents_of(store), made]
+        return [*contents_of(store), result]
 
     def has_chosen(self, x: Any) -> bool:
-        """Return whether something is the keys that an indexer has chosen in the last `run`."""
+        """Return whether `x` is the keys that an indexer chose in the last `run`."""
         keys = self.attended[0][3].chosen if self.attended else None
         return keys is not None and isinstance(x, Tensor) and same_numbers(x, keys)
 
-    def fused(self, failure: str) -> FusedLayer | Callable[..., Any]:
-        """Return the layer of the CPU kernels, or its new forward on a GPU.
 
-        Args:
-            failure: of the model's forward with probes; "": none.
-
-        Raises:
-            NotFusable: it has none.
-        """
-        tried = self.tried
-        reason = failure if tried is None else tried._reason or failure
-        if tried is None or reason:
-            raise NotFusable(reason or "it was not called in the trial")
-        own = zip(map(id, tried._twin.modules()), self.layer.modules(), strict=True)
-        return tried._build(tried.parts.of(dict(own)))
-
-
-def fuse(probe: LayerProbe) -> Build:
-    """Return how layers like the probe's are run by the CPU kernels with the bits of their own forward.
+def fuse(trial: LayerTrial) -> Build:
+    """Return a function that builds fused layers of the trial's structure.
 
     Raises:
-        NotFusable: they can't be.
+        NotFusable: the CPU kernels can't run them.
     """
-    own, arguments = probe.parts, frozenset(probe.kwargs)
-    dtype, returns = probe.expected[-1].dtype, probe.returns
-    # An own forward that clamps what it is given or makes differs only where numbers are large.
-    expected = [probe.expected, probe.run(forward_of(own.layer), large=True)]
-    bodies = [replace(own, mixture=mixture) for mixture in own.mixtures]
-    if own.gates or own.mlp is None:
-        bodies.append(own)
-    if own.mlp not in (None, own.layer):
-        bodies.append(replace(own, gates=[], down=None))
-    if own.factor is not None:  # or a number that no forward reads
+    original, arguments = trial.parts, frozenset(trial.kwargs)
+    dtype, returns = trial.expected[-1].dtype, trial.returns
+    # A forward that clamps values differs only if they are large.
+    expected = [trial.expected, trial.run(forward_of(original.layer), large=True)]
+    bodies = [replace(original, mixture=mixture) for mixture in original.mixtures]
+    if original.gates or original.mlp is None:
+        bodies.append(original)
+    if original.mlp not in (None, original.layer):
+        bodies.append(replace(original, gates=[], down=None))
+    if original.factor is not None:  # the buffer may be unused
         bodies += [replace(parts, factor=None) for parts in bodies]
     why = ""
-    for shape in _shapes(own, probe):
+    for shape in _shapes(original, trial):
         build = partial(FusedLayer, shape=shape, arguments=arguments, returns=returns, dtype=dtype)
         for parts in bodies:
             try:
-                _check_weights(parts)
+                owners = [parts.attention] * bool(parts.inputs) + [parts.mlp] * bool(parts.gates)
+                unknown = [] if parts.mixer else parts.unknown_weights(*owners)
+                if unknown:
+                    raise NotFusable(f"it has a weight outside of its known parts: {unknown[0]}")
                 layer = build(parts)
                 layer.prepare()
                 ours = layer.forward(_refuse)
             except NotFusable as reason:
                 why = why or str(reason)
                 continue
-            found = differential_check(
-                lambda large, ours=ours: probe.run(ours, large=large),  # type: ignore[misc]
+            mismatch = differential_check(
+                lambda large, ours=ours: trial.run(ours, large=large),  # type: ignore[misc]
                 expected.__getitem__,
                 (False, True),
             )
-            if found is None:
-                probe.parts = parts
+            if mismatch is None:
+                trial.parts = parts
                 return build
-            if own.mixer is not None:
-                why = "what it computes is not what the kernels compute"
-            elif found.case:
-                why = "what it makes of large numbers is not what the kernels make"
-            elif found.place == len(expected[0]) - 1:
-                why = "its queries or what it makes of its attention is not what the kernels make"
+            if original.mixer is not None:
+                why = "its results differ from the kernels'"
+            elif mismatch.case:
+                why = "its results for large values differ from the kernels'"
+            elif mismatch.place == len(expected[0]) - 1:
+                why = "its queries or its attention output differ from the kernels'"
                 if parts.gates and parts.factor is None:
-                    break  # an MLP that was taken apart is not at fault
+                    break  # the MLP is not the cause
             else:
-                why = why or "its keys and values are not what the kernels make"
+                why = why or "its keys and values differ from the kernels'"
                 break
     raise NotFusable(why)
 
 
-def _check_weights(own: LayerParts) -> None:
-    """Raise NotFusable if attention or a dense MLP has a weight that no part of it has.
-
-    Today's forward may not use it, as one of a LoRA that is merged, and tomorrow's may.
-    """
-    if own.mixer is not None:
-        return
-    parts: list[Any] = [*own.inputs, *own.latent, own.output, *own.gates, own.down, own.indexer]
-    parts += [norm.module for norm in own.norms.values()]
-    known = {id(p) for part in parts if part is not None for p in part.parameters()}
-    known.add(id(own.attention._parameters.get("sinks")))
-    for whole in (own.attention if own.inputs else None, own.mlp if own.gates else None):
-        for name, parameter in () if whole is None else whole.named_parameters():
-            if id(parameter) not in known:
-                raise NotFusable(f"it has a weight beside those of its parts: {name}")
-
-
-def _shapes(own: LayerParts, probe: LayerProbe) -> Iterator[Shape]:
-    """Yield the possible shapes of attention of a layer whose own forward has attended so."""
-    if own.mixer is not None or not own.inputs:
-        sizes_of = (0, 0, 0, 0) if own.mixer is None else own.mixer.sizes
+def _shapes(parts: LayerParts, trial: LayerTrial) -> Iterator[Shape]:
+    """Yield the possible shapes of a layer's attention, given the attention call of its own forward."""
+    if parts.mixer is not None or not parts.inputs:
+        sizes_of = (0, 0, 0, 0) if parts.mixer is None else parts.mixer.sizes
         yield Shape(*sizes_of, Rotation.UNTURNED, AttentionOptions(scale=1.0), sinks=False)
         return
-    if not probe.attended:
+    if not trial.attended:
         raise NotFusable("it does not attend")
-    ((q, k, v, options),) = probe.attended
-    columns = [(shape_of(module) or (0,))[0] for module in own.inputs]
-    gates = columns[-1] if len(columns) == (3 if own.latent else 4) else 0
-    if len(columns) == 3 and not own.latent and columns[0] == 2 * q.shape[1] * q.shape[2]:
+    ((q, k, v, options),) = trial.attended
+    columns = [(shape_of(module) or (0,))[0] for module in parts.inputs]
+    gates = columns[-1] if len(columns) == (3 if parts.latent else 4) else 0
+    if len(columns) == 3 and not parts.latent and columns[0] == 2 * q.shape[1] * q.shape[2]:
         gates = columns[0] // 2
     if gates not in (0, q.shape[1], q.shape[1] * v.shape[2]):
-        raise NotFusable(f"it has {gates} gates, and not one for each head or each of its elements")
-    config: Any = getattr(own.attention, "config", None)
+        raise NotFusable(f"it has {gates} gates, not one per head or per element of a head")
+    config: Any = getattr(parts.attention, "config", None)
     shape = Shape(
         heads=q.shape[1],
-        kv_heads=0 if probe.reads else k.shape[1],
+        kv_heads=0 if trial.reads_shared else k.shape[1],
         head_dim=q.shape[2],
         value_dim=v.shape[2],
         rotation=Rotation.UNTURNED,
         options=replace(options, sinks=None, chosen=None),
         sinks=options.sinks is not None,
         gates=gates,
-        clip=float(getattr(own.attention, "clip_qkv", getattr(config, "clip_qkv", None)) or 0.0),
-        shared=probe.shared,
+        clip=float(getattr(parts.attention, "clip_qkv", getattr(config, "clip_qkv", None)) or 0.0),
+        shared=trial.shared,
     )
-    scaling = own.attention.__dict__.get("scaling")
+    scaling = parts.attention.__dict__.get("scaling")
     if options.scale == 1.0 and isinstance(scaling, float):
         shape = replace(shape, q_scale=scaling)
-    if own.indexer is None and options.chosen is not None:
-        given = next((name for name, x in probe.kwargs.items() if probe.has_chosen(x)), None)
-        shape = replace(shape, chosen_in=given)
-    chooses = own.indexer is not None or shape.chosen_in is not None
+    if parts.indexer is None and options.chosen is not None:
+        argument = next((name for name, x in trial.kwargs.items() if trial.has_chosen(x)), None)
+        shape = replace(shape, chosen_keys_argument=argument)
+    chooses = parts.indexer is not None or shape.chosen_keys_argument is not None
     if options.records is not None or (options.chosen is not None) != chooses:
-        raise NotFusable("an indexer chooses the keys that it attends to")
-    layouts = (False, True) if len(own.inputs) == 1 and shape.kv_heads > 1 else (False,)
-    orders = (False, True) if "of_queries" in own.norms else (False,)
-    turned = shape.head_dim
-    if own.latent:
-        sizes = [shape_of(m) or (0, 0) for m in (own.inputs[1], own.latent[-1])]
-        turned = sizes[0][0] - sizes[1][1]
-    embeddings: Any = probe.kwargs.get("position_embeddings")
-    if _is_pair(embeddings):  # at position 0 all sines are 0
+        raise NotFusable("an indexer selects the keys that it attends to")
+    layouts = (False, True) if len(parts.inputs) == 1 and shape.kv_heads > 1 else (False,)
+    orders = (False, True) if "of_queries" in parts.norms else (False,)
+    rotary_width = shape.head_dim
+    if parts.latent:
+        sizes = [shape_of(m) or (0, 0) for m in (parts.inputs[1], parts.latent[-1])]
+        rotary_width = sizes[0][0] - sizes[1][1]
+    embeddings: Any = trial.kwargs.get("position_embeddings")
+    if _is_pair(embeddings):  # at position 0 all of sin is 0
         shape = replace(shape, sin_first=not embeddings[0].flatten(0, -2)[0].any())
     for rotation, grouped, first in itertools.product(_ROTATIONS, layouts, orders):
-        if _angles_fit(embeddings, rotation, turned):
-            yield replace(shape, rotation=rotation, grouped=grouped, turned_first=first)
+        if _angles_fit(embeddings, rotation, rotary_width):
+            yield replace(shape, rotation=rotation, grouped=grouped, rotated_first=first)
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:
-    raise NotFusable("it is called in ways, or in a dtype, that the kernels don't know")
+    raise NotFusable("it is called with arguments or a dtype that the kernels don't support")
 
 
-def _angles_fit(embeddings: Any, rotation: Rotation, turned: int) -> bool:
+def _angles_fit(embeddings: Any, rotation: Rotation, rotary_width: int) -> bool:
     if rotation is Rotation.UNTURNED:
         return True
     if isinstance(embeddings, Tensor) and embeddings.is_complex():
-        return rotation is Rotation.NEIGHBOURS_ONCE and 2 * embeddings.shape[-1] <= turned
+        return rotation is Rotation.NEIGHBOURS_ONCE and 2 * embeddings.shape[-1] <= rotary_width
     if not _is_pair(embeddings):
         return False
     width: int = embeddings[0].shape[-1]
     if rotation in (Rotation.ONCE, Rotation.NEIGHBOURS_ONCE):
-        return 2 * width <= turned
-    most = min(turned, _MOST_SPREAD) if rotation is Rotation.SPREAD else turned
-    return width <= most and width % 2 == 0
+        return 2 * width <= rotary_width
+    max_width = min(rotary_width, _MAX_SPREAD) if rotation is Rotation.SPREAD else rotary_width
+    return width <= max_width and width % 2 == 0
 
 
 def _is_pair(embeddings: Any) -> bool:

@@ -5,30 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-# Config fields of the largest position plus one.
+# Config fields with the number of positions.
 _LENGTH_FIELDS = (
-    "max_position_embeddings",
-    "max_target_positions",
-    "n_positions",
-    "max_seq_len",
-    "max_sequence_length",
-    "seq_length",
-    "n_ctx",
-)
-
-
-# Models whose positions begin behind the padding id.
-_BEHIND_PADDING = frozenset(
+    "max_position_embeddings max_target_positions n_positions max_seq_len max_sequence_length "
+    "seq_length n_ctx"
+).split()
+# Types of models with positions that start after the padding id.
+_AFTER_PADDING = frozenset(
     "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod".split()
 )
 
 
 def max_length_of(config: Any) -> tuple[int | None, str]:
-    """Return the maximum sequence length, None for no limit, and the source of the number.
+    """Return the maximum sequence length (None: unlimited) and the name of its source.
 
-    Rotary embeddings of type "dynamic" and "longrope" depend on the longest sequence in the batch
-    over some length, which therefore is the limit. For "longrope" it is the
-    length of the original training, for "dynamic" `max_position_embeddings`.
+    Rotary embeddings of type "dynamic" and "longrope" depend on the longest sequence in the batch if it
+    exceeds `max_position_embeddings`, or the original training length for "longrope". This is the limit.
     """
     text = config.get_text_config(decoder=True)
     limit, source = None, "no limit in the config"
@@ -37,7 +29,7 @@ def max_length_of(config: Any) -> tuple[int | None, str]:
         if isinstance(value, int) and value > 0:
             limit, source = value, field
             break
-    if limit is not None and text.model_type in _BEHIND_PADDING:
+    if limit is not None and text.model_type in _AFTER_PADDING:
         limit -= text.pad_token_id + 1
     for rope in _rope_settings(text):
         kind = rope.get("rope_type", rope.get("type")) or ""
@@ -56,34 +48,34 @@ def max_length_of(config: Any) -> tuple[int | None, str]:
 
 def _rope_settings(config: Any) -> list[dict[str, Any]]:
     """Return the rotary settings: one dictionary, or one per kind of layer."""
-    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if not isinstance(found, dict):
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if not isinstance(rope, dict):
         return []
-    nested = [value for value in found.values() if isinstance(value, dict)]
-    return nested or [found]
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    return nested or [rope]
 
 
-# Config fields of the id that stands for a piece of an image or a sound in a prompt, and configs in a config.
+# Config fields with the placeholder ids for images, video and audio in prompts, and nested configs.
 _PLACEHOLDERS = [f"{x}_token_{y}" for x in ("image", "video", "audio") for y in ("id", "index")]
 _INNER = ("vision_config", "audio_config", "thinker_config")
 
 
 def placeholders_of(config: Any) -> dict[int, str]:
-    """Return the ids that stand for images and sounds in prompts, with the config field that names them."""
+    """Return the placeholder ids for images, video and audio in prompts, with the config field of each."""
     configs = [config, *(getattr(config, name, None) for name in _INNER)]
-    found = [(getattr(c, name, None), name) for c in configs for name in _PLACEHOLDERS]
-    return {value: name for value, name in found if type(value) is int}
+    fields = [(getattr(c, name, None), name) for c in configs for name in _PLACEHOLDERS]
+    return {value: name for value, name in fields if type(value) is int}
 
 
 def pad_id_of(configs: Iterable[Any], eos_ids: Iterable[int]) -> int:
-    """Return the first pad id of some configs, else the lowest end-of-sequence id, else 0."""
+    """Return the first pad id in `configs`, else the lowest end-of-sequence id, else 0."""
     ids = (getattr(config, "pad_token_id", None) for config in configs)
     ends = min((i for i in eos_ids if i >= 0), default=0)
     return next((i for i in ids if isinstance(i, int) and i >= 0), ends)
 
 
 def eos_ids_of(generation_config: Any, config: Any) -> frozenset[int]:
-    """Return the end-of-sequence ids of generation_config.json, else of the config."""
+    """Return the end-of-sequence ids of the generation config, or else of the config."""
     for source in (generation_config, config):
         value = getattr(source, "eos_token_id", None)
         if value is not None:

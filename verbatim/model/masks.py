@@ -1,43 +1,44 @@
-"""The rules of a model's attention masks, read once when the model is opened.
+"""Infers the rules of a model's attention masks when it is opened.
 
-Flat batches have no masks: attention is causal, with an optional window or chunks. The model's intention is
-in the masks that it requests from transformers, so inspection provides these masks, and evaluates each one's
-rule at far positions, which reveals windows longer than the prompt, chunks and prefixes. The mask is then
-passed to the attention call and compared with the layer's settings; a mask modified on the way loses its
-rule.
+Flat batches have no masks: attention is causal, with an optional window or chunks. A model requests its masks
+from transformers. Inspection provides them, and evaluates the rule of each at distant positions, which
+reveals windows longer than the prompt, chunks and prefixes. In the attention call, the mask is compared with
+the layer's settings. A mask that the model modifies loses its rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
-from verbatim.model.context import chunk_of_layer, flat_attention
+from verbatim.model.context import IMPLEMENTATION, chunk_of_layer, flat_attention, replaces
+from verbatim.model.experts import flat_experts
 from verbatim.model.limits import max_length_of
 
-LOOK = "verbatim_look"  # name in transformers' registries during inspection
-LATER = -1  # the "window" of a mask with later tokens
+INSPECTION = "verbatim_look"  # name in transformers' registries during inspection
+NOT_CAUSAL = -1  # the "window" of a mask that shows later tokens
 
 # Rules are evaluated up to this position, if the model has no limit or a larger one.
-_FARTHEST = 1 << 22
+_MAX_REACH = 1 << 22
 
 # Operations that do not change a mask's rule.
-_HARMLESS = frozenset(
+_RULE_PRESERVING = frozenset(
     getattr(Tensor, name)
     for name in "__getitem__ to type float contiguous clone detach expand unsqueeze squeeze".split()
 )
 
 
-class NotedMask(Tensor):
-    """A mask with its window or chunk, until it is modified.
+class RecordedMask(Tensor):
+    """A mask that carries its window or chunk until it is modified.
 
     Attributes:
-        window: 0 for a causal mask, LATER for one with later tokens, None for others.
-        chunk_size: where `window` is None, the chunk of `mask_rule`; 0 for another rule.
+        window: the window; 0 for a causal mask, NOT_CAUSAL if it shows later tokens, None for other rules.
+        chunk_size: the chunk of `mask_rule` if `window` is None; 0 for other rules.
         reach: number of positions for which the rule is known.
     """
 
@@ -52,20 +53,24 @@ class NotedMask(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         source = args[0] if args else None
-        if isinstance(result, NotedMask):  # changed in place
+        if isinstance(result, RecordedMask):  # modified in place
             result.window, result.chunk_size = None, 0
-        elif isinstance(source, NotedMask) and func in _HARMLESS and isinstance(result, Tensor):
-            return _noted(result, source.window, source.chunk_size, source.reach)
+        elif (
+            isinstance(source, RecordedMask)
+            and func in _RULE_PRESERVING
+            and isinstance(result, Tensor)
+        ):
+            return _recorded(result, source.window, source.chunk_size, source.reach)
         return result
 
 
-def _noted(mask: Tensor, window: int | None, chunk: int, reach: int) -> NotedMask:
-    noted = mask.as_subclass(NotedMask)
-    noted.window, noted.chunk_size, noted.reach = window, chunk, reach
-    return noted
+def _recorded(mask: Tensor, window: int | None, chunk: int, reach: int) -> RecordedMask:
+    mask_with_rule = mask.as_subclass(RecordedMask)
+    mask_with_rule.window, mask_with_rule.chunk_size, mask_with_rule.reach = window, chunk, reach
+    return mask_with_rule
 
 
-def noted_mask(
+def recorded_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -75,14 +80,14 @@ def noted_mask(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     **_: Any,
-) -> NotedMask:
-    """Return an all-zero mask with its window, with transformers' signature for mask functions."""
+) -> RecordedMask:
+    """Return an all-zero mask with its rule; has transformers' signature for mask functions."""
     length = max_length_of(config)[0] if config is not None else None
-    reach = min(length or _FARTHEST, _FARTHEST)
+    reach = min(length or _MAX_REACH, _MAX_REACH)
     padded = attention_mask is not None and not bool(attention_mask.all())
     window, chunk = (None, 0) if padded else mask_rule(mask_function, reach, device)
     zeros = torch.zeros(batch_size, 1, q_length, kv_length, dtype=dtype, device=device)
-    return _noted(zeros, window, chunk, reach)
+    return _recorded(zeros, window, chunk, reach)
 
 
 def mask_rule(
@@ -93,36 +98,36 @@ def mask_rule(
     The rule is evaluated at a few positions below `length`.
 
     Returns:
-        (0, 0) if every query sees all keys up to itself; (w, 0) if it sees the last w of them, itself
-        included; (LATER, 0) if it sees the next one; (None, c) if a query at p sees the keys from
-        p // c * c on; (None, 0) for another rule, or one that can't be evaluated.
+        (0, 0) if every query sees all keys up to itself; (w, 0) if it sees the last w of them, including
+        itself; (NOT_CAUSAL, 0) if it sees the next one; (None, c) if a query at p sees the keys from
+        p // c * c on; (None, 0) for other rules, or if evaluation fails.
     """
 
     def widths(*more: int) -> dict[int, int | None]:
-        # Adjacent queries distinguish windows from chunks: a window is equally wide at both.
+        # Adjacent queries distinguish windows from chunks: a window has the same width at both.
         queries = {length - 1, length - 2, length // 2, length // 3, *more}
         return {q: _width_at(mask_function, q, device) for q in queries if q >= 0}
 
-    found = widths(1)
-    if None not in found.values() and LATER in found.values():
-        return LATER, 0
-    far = found[length - 1]
-    window = 0 if far is None or far == length else far
-    if all(wide == min(window or q + 1, q + 1) for q, wide in found.items()):
+    width_of = widths(1)
+    if None not in width_of.values() and NOT_CAUSAL in width_of.values():
+        return NOT_CAUSAL, 0
+    last_width = width_of[length - 1]
+    window = 0 if last_width is None or last_width == length else last_width
+    if all(width == min(window or q + 1, q + 1) for q, width in width_of.items()):
         return window, 0
-    # The query before the last chunk is the last one of a chunk, and sees all of it.
-    before = length - (far or length) - 1
-    chunk = _width_at(mask_function, before, device) if 0 <= before < length - 1 else None
+    # The query just before the last chunk is the last one of its chunk, and sees all of it.
+    query = length - (last_width or length) - 1
+    chunk = _width_at(mask_function, query, device) if 0 <= query < length - 1 else None
     if chunk is None or chunk <= 0:
         return None, 0
-    fits = all(wide == q % chunk + 1 for q, wide in widths(chunk, chunk - 1, 0).items())
+    fits = all(width == q % chunk + 1 for q, width in widths(chunk, chunk - 1, 0).items())
     return None, chunk if fits else 0
 
 
 def _width_at(
     mask_function: Callable[..., Any], query: int, device: torch.device | str
 ) -> int | None:
-    """Return how many keys up to itself a query sees, LATER, or None where a rule skips some of them."""
+    """Return the number of keys up to itself that a query sees; NOT_CAUSAL; or None if they have gaps."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
     keys = torch.arange(query + 2, device=device)
     try:
@@ -131,14 +136,14 @@ def _width_at(
     except Exception:  # rules are arbitrary code
         return None
     if bool(visible[query + 1]):
-        return LATER
+        return NOT_CAUSAL
     wide = int(visible.sum())
     if not 0 < wide <= query + 1 or not bool(visible[query + 1 - wide : query + 1].all()):
         return None
     return wide
 
 
-def noted_attention(
+def checked_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -152,13 +157,13 @@ def noted_attention(
     if attention_mask is None:
         raise UnsupportedModel(f"{name} attends without a mask, so to later tokens as well")
     window = getattr(attention_mask, "window", None)
-    if window == LATER:
+    if window == NOT_CAUSAL:
         raise UnsupportedModel(f"{name} attends to later tokens")
-    chunk, own_chunk = getattr(attention_mask, "chunk_size", 0), chunk_of_layer(module)
-    # A mask over fewer positions than a chunk has is causal.
-    if chunk != own_chunk and not (window == 0 and own_chunk >= attention_mask.reach):
+    chunk, layer_chunk = getattr(attention_mask, "chunk_size", 0), chunk_of_layer(module)
+    # A mask that covers less than a chunk is causal.
+    if chunk != layer_chunk and not (window == 0 and layer_chunk >= attention_mask.reach):
         raise UnsupportedModel(
-            f"{name} attends in chunks of {own_chunk}, while its mask has {chunk or 'none'}"
+            f"{name} attends in chunks of {layer_chunk}, while its mask has {chunk or 'none'}"
         )
     if chunk:
         window = 0
@@ -177,9 +182,38 @@ def noted_attention(
     return flat_attention(module, query, key, value, None, sliding_window=window, **kwargs)
 
 
-def register() -> None:
-    """Register the masks and attention of inspection in transformers; idempotent."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+def attends(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that `replaces` forwards of attention and indexers, which get no other mask.
 
-    AttentionMaskInterface.register(LOOK, noted_mask)
-    AttentionInterface.register(LOOK, noted_attention)
+    They are causal, with the module's window or none. Masks are only passed during inspection.
+    """
+
+    def register(forward: Callable[..., Any]) -> Callable[..., Any]:
+        replaces(*names)(partial(_attend_causally, forward))
+        return forward
+
+    return register
+
+
+def _attend_causally(
+    forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    windows = (0, getattr(module, "sliding_window", None))
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, RecordedMask) and value.window not in windows:
+            raise UnsupportedModel(
+                f"{type(module).__name__} "
+                + ("attends to later tokens" if value.window == NOT_CAUSAL else "has another mask")
+            )
+    return forward(module, *args, **kwargs)
+
+
+def register() -> None:
+    """Register Verbatim's attention and experts, and those for inspection, in transformers; idempotent."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    AttentionInterface.register(IMPLEMENTATION, flat_attention)
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, flat_experts)
+    AttentionMaskInterface.register(INSPECTION, recorded_mask)
+    AttentionInterface.register(INSPECTION, checked_attention)

@@ -1,12 +1,12 @@
 """Patching a module for one forward, and restoring it.
 
-A live module belongs to a caller: a trainer, a notebook. For the length of a forward it gets our
-attention, our experts and row-invariant forwards for the layers we know; then its config, its mode and
-its forwards are what they were, also after an exception.
+A live module belongs to a caller, such as a trainer or a notebook. During a forward it has our attention, our
+experts and batch-invariant forwards for known layers. Afterwards its config, training mode and forwards are
+restored, even after an exception.
 
-One patch at a time in the whole process: two engines may share a module, or two modules a config, and
-the second would take our settings for the owner's. The owner's own use is not locked out, so a module
-is not to be called from another thread while an engine runs it.
+Only one module in the process is patched at a time: two engines may share a module, or two modules a config,
+and the second patch would save our settings as the owner's. The owner's calls take no lock, so a module must
+not be called from another thread while an engine runs it.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ from torch import nn
 
 from verbatim.model.adapters import adapter_for
 from verbatim.model.context import IMPLEMENTATION, in_forwards
+from verbatim.model.fingerprint import Tree
 from verbatim.model.invariant import forward_for, gate_forward, is_gate, overridden
-from verbatim.model.tree import Tree
 
 Forwards = list[tuple[dict[str, Any], Callable[..., Any]]]
-Silenced = list[tuple[nn.Module, str, Any]]  # a layer, a field of it, the hooks that stood there
+Silenced = list[tuple[nn.Module, str, Any]]  # layer, name of the field, original hooks
 
-# Held while a module is patched, and while one is inspected, which must not find another engine's
-# forwards in it. Re-entrant: a hook may use another engine.
+# Held while a module is patched or inspected. Re-entrant, as a hook may use another engine.
 exclusive = threading.RLock()
-_held = threading.Condition(exclusive)
+_exclusive_condition = threading.Condition(exclusive)
 
 _CONFIG_FIELDS = ("_attn_implementation_internal", "_experts_implementation_internal")
 _HOOK_FIELDS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def holds_exclusive() -> bool:
-    """Return whether the calling thread is inside of a forward, in a hook."""
+    """Return whether the calling thread holds `exclusive`, for example in a hook."""
     try:
-        _held.notify(0)
-    except RuntimeError:  # held by another thread, or by none
+        _exclusive_condition.notify(0)
+    except RuntimeError:  # not held by this thread
         return False
     return True
 
@@ -63,15 +62,13 @@ def replaced_forwards(
     batch_invariant: bool = True,
     override_in: frozenset[type[nn.Module]] = frozenset(),
 ) -> Forwards:
-    """Return the instance dictionary of each known layer, and the forward to patch in.
+    """Return the instance dictionary of each known layer, with the forward to patch in.
 
-    With `batch_invariant` False only what a flat batch asks for: routers, experts, and norms, where the
-    kernel is the faster one; otherwise the own code of the classes `override_in` runs under `InvariantMode`.
-
-    The new forward steps aside where no pass of ours is active, for a hook that calls a layer of
-    another module which happens to be shared.
+    Without `batch_invariant`, these are only routers and experts, which flat batches require, and norms, for
+    speed. Otherwise the classes in `override_in` run their own code under `InvariantMode`. Without an active
+    forward context a new forward calls the original, as a hook may call a layer of another module.
     """
-    found: Forwards = []
+    forwards: Forwards = []
     gates = {
         id(child)
         for parent in module.modules()
@@ -85,17 +82,17 @@ def replaced_forwards(
         forward = replacement_of(layer, batch_invariant=batch_invariant)
         if id(layer) in gates and forward is not None:
             forward = gate_forward(layer)
-        own = partial(type(layer).forward, layer)
+        original = partial(type(layer).forward, layer)
         if type(layer) in callers or id(layer) in children:
             if "forward" not in layer.__dict__:
-                forward = overridden(forward or own, child=type(layer) not in callers)
+                forward = overridden(forward or original, child=type(layer) not in callers)
         if forward is not None:
-            found.append((layer.__dict__, in_forwards(forward, own)))
-    return found
+            forwards.append((layer.__dict__, in_forwards(forward, original)))
+    return forwards
 
 
 def _called_by(parent: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of a module, and those of its lists, which are not called themselves."""
+    """Yield the children of a module; lists and dictionaries are replaced by their entries."""
     for child in parent.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _called_by(child)
@@ -104,49 +101,49 @@ def _called_by(parent: nn.Module) -> Iterator[nn.Module]:
 
 
 def replacement_of(layer: nn.Module, *, batch_invariant: bool = True) -> Callable[..., Any] | None:
-    """Return the replacement of a layer's forward, else None; one replaced on the instance is kept."""
-    return forward_for(layer, batch_invariant=batch_invariant) or adapter_for(layer)
+    """Return the replacement for a layer's forward; None without one, or if the owner has replaced it."""
+    return adapter_for(layer) or forward_for(layer, batch_invariant=batch_invariant)
 
 
 class WeightGate(ABC):
-    """A forward on a module's instance that provides the module's weights while the inner one runs.
+    """A forward, set on a module, that provides the module's weights while the inner forward runs.
 
-    The inner one, `forward`, is what the engine runs for the module, unless another is patched in: in this
-    object's dictionary (`fields_of`), as on a module.
+    The inner one is `forward`, which the engine may patch in this object's dictionary (`fields_of`).
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._own = forward_of(module)
+        self._forward = forward_of(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._own(*args, **kwargs)
+        return self._forward(*args, **kwargs)
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     @abstractmethod
     def open(self) -> AbstractContextManager[None]:
-        """Provide the weights in the block."""
+        """Provide the weights within the block."""
 
 
 def gate_of(layer: nn.Module) -> WeightGate | None:
-    """Return the gate of a layer; None: its weights stay where they are."""
+    """Return the gate of a layer; None if its weights are always in memory."""
     forward = layer.__dict__.get("forward")
     return forward if isinstance(forward, WeightGate) else None
 
 
 def fields_of(layer: nn.Module) -> dict[str, Any]:
-    """Return the dictionary in which a layer's forward is patched: its gate's, if it has one."""
+    """Return the dictionary in which a layer's forward is patched: that of its gate, if any."""
     gate = gate_of(layer)
     return layer.__dict__ if gate is None else gate.__dict__
 
 
 def forward_of(layer: nn.Module) -> Callable[..., Any]:
-    """Return the forward that the engine runs for a layer, without its hooks: one of its instance, the
-    replacement by its class, or else its own.
+    """Return the forward that the engine runs for a layer, without hooks.
+
+    It is the one set on the instance, or the replacement for its class, or the class's own.
     """
-    known = layer.__dict__.get("forward") or replacement_of(layer)
-    return type(layer).forward.__get__(layer) if known is None else known
+    forward = layer.__dict__.get("forward") or replacement_of(layer)
+    return type(layer).forward.__get__(layer) if forward is None else forward
 
 
 @contextmanager
@@ -160,11 +157,11 @@ def patched(
     """Prepare `module` for a flat forward without gradients within the block.
 
     Args:
-        module: itself, or its tree where one is at hand.
-        forwards: of this module, from `replaced_forwards`.
-        hooks: False silences the module's forward hooks, for a forward that the user did not ask for.
-        attention: its name in transformers' registry; experts are ours unless it is "eager". None leaves
-            both to the module.
+        module: the module or its `Tree`.
+        forwards: the forwards to patch in, from `replaced_forwards`.
+        hooks: whether forward hooks run; False for a forward that the user did not request.
+        attention: name of the attention in transformers' registry; experts are ours unless it is "eager".
+            None changes neither.
     """
     tree = module if isinstance(module, Tree) else Tree(module)
     silenced: Silenced = []
@@ -182,21 +179,21 @@ def patched(
                 config.__dict__.update(zip(_CONFIG_FIELDS, chosen, strict=True))
             for attributes, forward in forwards:
                 attributes["forward"] = forward
-            with plain_numbers():
+            with without_torch_modes():
                 yield
         finally:
             try:
-                _give_back(forwards, settings, training, silenced)
-            except KeyboardInterrupt:  # Ctrl-C in its middle: once more from the start
-                _give_back(forwards, settings, training, silenced)
+                _restore(forwards, settings, training, silenced)
+            except KeyboardInterrupt:  # Ctrl-C in between: repeat from the start
+                _restore(forwards, settings, training, silenced)
                 raise
 
 
 @contextmanager
-def plain_numbers() -> Iterator[None]:
-    """Run the block without gradients, inference tensors and autocast, whatever the caller has enabled."""
+def without_torch_modes() -> Iterator[None]:
+    """Disable gradients, inference mode and autocast within the block."""
     with ExitStack() as stack:
-        # Modes are entered only where needed, as they take longer than a small layer.
+        # Modes are entered only if needed, as each takes longer than a small layer.
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
@@ -222,7 +219,7 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _give_back(
+def _restore(
     forwards: Forwards,
     settings: list[tuple[Any, dict[str, Any]]],
     training: list[nn.Module],
@@ -240,7 +237,7 @@ def _give_back(
 
 
 def _silence(tree: Tree, silenced: Silenced) -> None:
-    """Remove the hooks, each recorded first so that Ctrl-C in between loses none."""
+    """Remove all hooks, saving each before its removal, so that Ctrl-C loses none."""
     for layer in tree.modules:
         for field in _HOOK_FIELDS:
             hooks = getattr(layer, field)

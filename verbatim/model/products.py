@@ -1,12 +1,12 @@
-"""Matrix products in which a row's bits depend on that row alone.
+"""Batch-invariant matrix products.
 
-`linear` and `matmul` give each row one result, bit for bit, whatever the rows beside it, their number and the
-number of threads. Three backends hold to that:
+A row's result of `linear` and `matmul` is bit-identical for any other rows in the batch, any batch size and
+any number of threads. There are three backends:
 
-- the kernels (`kernels/linear.cpp`), where every element is one fixed sequence of arithmetic;
-- on a GPU, the kernel in Triton (`kernels/triton/linear.py`), the same;
-- torch, where no kernel serves: its choice of method depends on the number of rows and of threads, so
-  rows are multiplied in tiles of constant heights, and a probe finds heights that give equal bits.
+- the CPU kernels (`kernels/linear.cpp`), which compute every element by a fixed sequence of operations;
+- the Triton kernel on a GPU (`kernels/triton/linear.py`), which does the same;
+- torch in all other cases: its algorithm depends on the number of rows and threads, so rows are multiplied
+  in tiles of constant heights, and a probe finds heights with bit-identical results.
 
 They round differently, so the backend is part of the numerics key. No gradients.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,69 +24,38 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from verbatim import kernels
-from verbatim.kernels.functions import kernel
-from verbatim.model.differential import differential_check
-from verbatim.model.integers import integer_linear
-from verbatim.model.quantize import layout_of, unpack
-from verbatim.model.weight_packing import WeightPacking
+from verbatim.kernels.functions import kernel, struct_layout
+from verbatim.model.differential import differential_check, noise
+from verbatim.quantization.integers import integer_linear
+from verbatim.quantization.matrix import QuantizedMatrix, unpack
 
 
+@struct_layout("P data bias\nL cols depth stride\nI format group transposed")
 class Matrix(ctypes.Structure):
     """`vb::Matrix` of kernels/matrix.h."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("cols", ctypes.c_int64),
-        ("depth", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("format", ctypes.c_int32),
-        ("group", ctypes.c_int32),
-        ("transposed", ctypes.c_int32),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A quantized weight, one matrix, as `quantize.pack` makes it.
-
-    Attributes:
-        data: `[packing.nbytes]` uint8 at any address, so an expert's slice of a stack serves.
-        packing: `packing.shape` is [N, K], or [K, N] with `packing.columns`. With `packing.interleaved`
-            activations become codes, too (`integers.py`).
-    """
-
-    data: Tensor
-    packing: WeightPacking
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[N, K], also of a parameter [K, N]."""
-        return self.packing.shape[::-1] if self.packing.columns else self.packing.shape
 
 
 @kernels.without_overrides
 def linear(
     x: Tensor,
-    weight: Tensor | Packed,
+    weight: Tensor | QuantizedMatrix,
     bias: Tensor | None = None,
     *,
     float32: bool = False,
 ) -> Tensor:
-    """Compute `x @ weight.T + bias`, each row by itself.
+    """Compute `x @ weight.T + bias`, batch-invariant.
 
-    x is [..., K], weight [N, K] with any strides (rows or columns contiguous are used in place,
-    anything else is copied), or quantized, with the bits of the unpacked matrix; bias is [N]. The result
-    is [..., N] in x's dtype, or in float32 where `float32` asks for it (logits). The kernels take float32
-    and bfloat16 on the CPU; other dtypes, mixed ones and other devices go to torch. Shapes that do not fit
-    raise ValueError.
+    x is [..., K], weight [N, K], bias [N], and the result [..., N] in x's dtype, or with `float32` in float32
+    (for logits). A plain weight is copied unless its rows or columns are contiguous; a quantized one gives
+    the result of the unpacked matrix. The CPU kernels support float32 and bfloat16; other or mixed dtypes and
+    other devices use Triton or torch. Raises ValueError if the shapes do not match.
     """
     depth, shape = x.shape[-1], weight.shape
     if len(shape) != 2 or shape[1] != depth or (bias is not None and bias.shape != shape[:1]):
         shapes = ", ".join(str(tuple(t.shape)) for t in (x, weight, bias) if t is not None)
         raise ValueError(f"linear: shapes {shapes} do not fit [..., K], [N, K], [N]")
     function = kernel("vb_multiply", x.dtype) if x.is_cpu else None
-    if function is None or not _reads(weight, bias, x.dtype):
+    if function is None or not _supports(weight, bias, x.dtype):
         return _other_linear(x, weight, bias, float32)
     rows, count, stride = x, x.numel() // depth if depth else 0, depth
     if not x.is_contiguous() or not depth:
@@ -110,8 +79,8 @@ def linear(
     return out
 
 
-def _reads(weight: Tensor | Packed, bias: Tensor | None, dtype: torch.dtype) -> bool:
-    """Return whether the kernel takes a weight, for activations of `dtype`."""
+def _supports(weight: Tensor | QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype) -> bool:
+    """Return whether the kernel supports a weight for activations of `dtype`."""
     if bias is not None and not (bias.dtype is dtype and bias.is_cpu):
         return False
     if isinstance(weight, Tensor):
@@ -119,23 +88,27 @@ def _reads(weight: Tensor | Packed, bias: Tensor | None, dtype: torch.dtype) -> 
     return weight.data.is_cpu and weight.packing.dtype is dtype
 
 
-def pointers_of(weight: Tensor | Packed, bias: Tensor | None) -> tuple[Matrix, tuple[Any, ...]]:
-    """Return the kernel's view of a weight and its bias, and the tensors that it points to."""
+def pointers_of(
+    weight: Tensor | QuantizedMatrix, bias: Tensor | None
+) -> tuple[Matrix, tuple[Any, ...]]:
+    """Return the kernel struct of a weight and its bias, and the tensors it points to, to keep alive."""
     cols, depth = weight.shape
     bias = None if bias is None else bias.contiguous()
     at_bias = None if bias is None else bias.data_ptr()
-    if isinstance(weight, Packed):
+    if isinstance(weight, QuantizedMatrix):
         data, packing = weight.data, weight.packing
         assert data.is_contiguous() and data.shape == (packing.nbytes,)
-        group = packing.quantization.group_size
-        return Matrix(data.data_ptr(), at_bias, cols, depth, 0, packing.format, group), (data, bias)
+        matrix = Matrix(
+            data.data_ptr(), at_bias, cols, depth, 0, packing.format, packing.rows.group
+        )
+        return matrix, (data, bias)
     stride, column_stride = weight.stride()
-    # Decided by how the weight lies and not by its width: a product whose "weight" has a column for
-    # each token must not change its method when there is one token.
+    # Depends on the weight's layout, not its width: a product with one column per token must use the same
+    # algorithm if there is only one token.
     transposed = stride == 1 and depth > 1
     if transposed:
         stride = column_stride
-    elif column_stride != 1 or stride == 0:  # one row, expanded to many
+    elif column_stride != 1 or stride == 0:  # stride 0: an expanded row
         weight, stride = weight.contiguous(), depth
     number = 1 if weight.dtype is torch.bfloat16 else 0
     matrix = Matrix(weight.data_ptr(), at_bias, cols, depth, stride, number, 0, transposed)
@@ -153,7 +126,7 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
         )
     out = x.new_empty(x.shape[0], x.shape[1], weight.shape[2])
     function = kernel("vb_multiply_batch", x.dtype) if x.is_cpu else None
-    if function is None or not _reads(weight, None, x.dtype) or not (out.numel() and x.numel()):
+    if function is None or not _supports(weight, None, x.dtype) or not (out.numel() and x.numel()):
         for result, rows, matrix in zip(out, x, weight, strict=True):
             result.copy_(linear(rows, matrix.t()))
         return out
@@ -161,9 +134,9 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     if pointers_of(weight[0], None)[0].data != weight.data_ptr():  # read from a copy
         weight = weight.contiguous()
     matrix, _held = pointers_of(weight[0], None)
-    apart = weight.stride(0) * weight.element_size()
+    step = weight.stride(0) * weight.element_size()
     first = ctypes.byref(matrix)
-    function(out.data_ptr(), x.data_ptr(), x.shape[1], first, len(x), apart)
+    function(out.data_ptr(), x.data_ptr(), x.shape[1], first, len(x), step)
     return out
 
 
@@ -181,16 +154,15 @@ def threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-Heights = tuple[int, ...]  # of tiles of rows, falling
+Heights = tuple[int, ...]  # of tiles of rows, descending
 
 
 @threads(1)
 def in_tiles(heights: Heights, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Compute `product` of x [M, K], tile by tile, on one thread: [M, N].
+    """Compute `product` of x [M, K] in tiles, on one thread; returns [M, N].
 
-    Rows go in as many tiles of `heights[0]` as they fill, then in tiles of the next height, and what is
-    left of the last height is filled with zeros. So only products of these heights are ever made, and
-    a probe of each of them covers every number of rows.
+    The rows fill as many tiles of `heights[0]` as possible, then tiles of the next height, and so on. The
+    last tile is padded with zeros, so a probe of these heights covers every batch size.
     """
     num_rows = x.shape[0]
     missing = -num_rows % heights[-1]
@@ -205,18 +177,20 @@ def in_tiles(heights: Heights, product: Callable[[Tensor], Tensor], x: Tensor) -
     return torch.cat(out)[:num_rows]
 
 
-# Cheapest first. The last one can't fail: one shape, one thread. More threads are not tried: on a CPU without
-# bf16 instructions, products in bf16 passed the trial and had other bits in use.
+# Fastest first; the last can't fail. All use one thread: with several, on a CPU without bf16 instructions,
+# bf16 products passed the probe but later gave different bits.
 _CANDIDATES: tuple[Heights, ...] = ((256, 16), (16,), (1,))
 
 _Key = tuple[tuple[int, int], torch.dtype, torch.device, bool, bool]
-_found: dict[_Key, Heights] = {}
+_heights_by_key: dict[_Key, Heights] = {}
 
 
-def _other_linear(x: Tensor, weight: Tensor | Packed, bias: Tensor | None, float32: bool) -> Tensor:
-    """Compute `linear` where the compiled CPU kernel does not take the weight as it is."""
-    if isinstance(weight, Packed):
-        return _packed_linear(x, weight.data, weight.packing, bias, float32)
+def _other_linear(
+    x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None, float32: bool
+) -> Tensor:
+    """Compute `linear` for a weight that the compiled CPU kernel does not support."""
+    if isinstance(weight, QuantizedMatrix):
+        return _quantized_linear(x, weight, bias, float32)
     if _triton_takes(x, weight, weight.dtype, bias):
         from verbatim.kernels.triton import linear as triton_linear
 
@@ -225,70 +199,65 @@ def _other_linear(x: Tensor, weight: Tensor | Packed, bias: Tensor | None, float
     return out.float() if float32 else out
 
 
-def _packed_linear(
-    x: Tensor, data: Tensor, packing: WeightPacking, bias: Tensor | None, float32: bool
+def _quantized_linear(
+    x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, float32: bool
 ) -> Tensor:
+    data, packing = weight.data, weight.packing
     if _triton_takes(x, data, packing.dtype, bias):
         from verbatim.kernels.triton import integers as triton_integers
         from verbatim.kernels.triton import linear as triton_linear
 
-        layout = layout_of(packing, x.device)
         if packing.interleaved:
-            return triton_integers.linear(x, data, layout, bias, float32=float32)
-        return triton_linear.linear(x, data, bias, float32=float32, layout=layout)
+            return triton_integers.linear(x, data, packing, bias, float32=float32)
+        return triton_linear.linear(x, data, bias, float32=float32, packing=packing)
     if packing.interleaved:
-        return integer_linear(x, data, packing, bias, float32)
+        return integer_linear(x, weight, bias, float32)
     matrix = unpack(data, packing)
     return linear(x, matrix.t() if packing.columns else matrix, bias, float32=float32)
 
 
 def _triton_takes(x: Tensor, data: Tensor, dtype: torch.dtype, bias: Tensor | None) -> bool:
-    """Return whether the kernels in Triton multiply x with a matrix of `dtype`, held as `data`."""
-    if x.device != data.device or not kernels.triton_serves(x.device):
+    """Return whether the Triton kernels can multiply x with a matrix of `dtype`, stored as `data`."""
+    if x.device != data.device or not kernels.uses_triton(x.device):
         return False
     from verbatim.kernels.triton import linear as triton_linear
 
-    return triton_linear.served(x, dtype, bias)
+    return triton_linear.supports(x, dtype, bias)
 
 
 def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     num_out, depth = weight.shape
     rows = x.reshape(x.shape[:-1].numel(), depth).contiguous()
     if not rows.numel() or not num_out or rows.dtype is not weight.dtype:
-        return F.linear(x, weight, bias)  # nothing to multiply, or torch's own complaint
+        return F.linear(x, weight, bias)  # nothing to multiply, or torch raises
     key = (num_out, depth), x.dtype, x.device, weight.stride(0) == 1, bias is not None
-    # A mode that watches torch functions must see neither the probe nor the product.
+    # An active TorchFunctionMode must see neither the probe nor the product.
     with torch._C.DisableTorchFunction():
-        heights = _found.get(key)
+        heights = _heights_by_key.get(key)
         if heights is None:
-            heights = _found[key] = _probe(weight, bias)
+            heights = _heights_by_key[key] = _probe(weight, bias)
         out = in_tiles(heights, lambda tile: F.linear(tile, weight, bias), rows)
     return out.view(*x.shape[:-1], num_out)
 
 
 def _probe(weight: Tensor, bias: Tensor | None) -> Heights:
-    """Return the first candidate with which a row's bits do not depend on its position."""
-    noise = torch.Generator().manual_seed(0)
-    x = torch.randn(256, weight.shape[1], generator=noise).to(weight.device, weight.dtype)
-    # Zeros, and numbers that are all one, would hide every difference; NaN would make one of all.
-    made_up = 0 in weight.stride() or int(weight.count_nonzero()) * 2 < weight.numel()
-    if made_up or not weight.isfinite().all():
-        filled = torch.randn(weight.shape, generator=noise).to(weight.device, weight.dtype)
-        weight = torch.empty_like(weight).copy_(filled)
+    """Return the first candidate for which a row's bits do not depend on its position."""
+    x = noise((256, weight.shape[1]), weight.dtype).to(weight.device)
+    # Expanded, mostly zero or NaN weights would hide differences.
+    is_degenerate = 0 in weight.stride() or int(weight.count_nonzero()) * 2 < weight.numel()
+    if is_degenerate or not weight.isfinite().all():
+        weight = torch.empty_like(weight).copy_(noise(tuple(weight.shape), weight.dtype, 1))
     if bias is not None and not bias.isfinite().all():
-        bias = torch.randn(bias.shape, generator=noise).to(bias.device, bias.dtype)
-
-    def product(rows: Tensor) -> Tensor:
-        return F.linear(rows, weight, bias)
-
+        bias = noise(tuple(bias.shape), bias.dtype, 2).to(bias.device)
+    product = partial(F.linear, weight=weight, bias=bias)
     with torch.no_grad():
-        return next(heights for heights in _CANDIDATES if holds(heights, product, x))
+        return next(h for h in _CANDIDATES if is_position_invariant(h, product, x))
 
 
-def holds(heights: Heights, product: Callable[[Tensor], Tensor], x: Tensor) -> bool:
-    """Return whether every position in every tile gives a row the bits of the first position.
+def is_position_invariant(heights: Heights, product: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Return whether a row's result is bit-identical at every position of every tile.
 
-    x is [256, K]. All shapes that tiles of `heights` will ever multiply are tried, at each of their places.
+    x is [256, K]. All tile shapes of `heights` are tried, with the row at every position.
     """
     last = heights[-1]
     expected = in_tiles((last,), product, x)
@@ -303,5 +272,5 @@ def holds(heights: Heights, product: Callable[[Tensor], Tensor], x: Tensor) -> b
 
 
 def probe_report() -> list[tuple[tuple[int, int], torch.dtype, Heights]]:
-    """Return the results of the probe so far: weight shape [N, K], dtype, heights of tiles."""
-    return [(key[0], key[1], heights) for key, heights in _found.items()]
+    """Return the results of all probes so far: weight shape [N, K], dtype, tile heights."""
+    return [(key[0], key[1], heights) for key, heights in _heights_by_key.items()]

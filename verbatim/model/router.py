@@ -1,15 +1,15 @@
-"""Routers of mixtures of experts: from a token's logits to its experts and weights.
+"""MoE routers: from a token's logits to its experts and their weights.
 
-transformers has a router class for nearly every model, of a few forms. The form of a class is determined
-by experiment: its forward on random rows, with random weights, is compared with each form's formula. A
-router of a known form runs by `choose`, which is batch-invariant and accepts forced experts; any other
-keeps its forward, and can't replay routing.
+transformers has a router class for nearly every model, of a few forms. The form of a class is determined by
+a trial, which compares its forward, on random rows with random weights, with each form's formula. A router of
+a known form runs `choose`, which is batch-invariant and accepts forced experts. Others keep their forward,
+and can't replay routing.
 """
 
 from __future__ import annotations
 
-import copy
 import ctypes
+import functools
 import inspect
 import itertools
 import sys
@@ -21,21 +21,19 @@ import torch
 from torch import Tensor, nn
 
 from verbatim import kernels
-from verbatim.kernels.functions import SUFFIX, addresses, has_kernels, run, struct_of
+from verbatim.kernels.functions import SUFFIX, addresses, has_kernels, run, struct_layout
 from verbatim.model import products
-from verbatim.model.context import active_context
+from verbatim.model.context import active_context, replaces
+from verbatim.model.differential import copy_of, noise, trial
 from verbatim.model.fingerprint import Place
-from verbatim.model.products import Matrix
 
 # As `Score` of kernels/experts.h.
 AS_IS, SOFTMAX, SIGMOID = range(3)
 
-_ROWS = 64  # per experiment
+_ROWS = 64  # per trial
 _GROUPS = ("num_group", "n_group")
 _SCALES = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
-_HELD = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
-_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +41,15 @@ class RouterForm:
     """The form of a router: the fields of `Router` in kernels/experts.h.
 
     Attributes:
-        score: scores of all experts: AS_IS, SOFTMAX or SIGMOID of the logits. The largest are chosen.
-        chosen_score: scores of the chosen experts from their logits; AS_IS keeps their `score`.
-        normalized: a row's weights are divided by their sum.
-        groups, top_groups: groups of experts, and how many a row may use; 0: no groups.
-        best_two: a group's score is the sum of its two best scores, not the best.
+        score: function from logits to scores: AS_IS, SOFTMAX or SIGMOID. The largest scores are chosen.
+        chosen_score: function from the logits of the chosen experts to weights; AS_IS: their `score`.
+        normalized: whether a row's weights are divided by their sum.
+        groups, top_groups: number of groups of experts, and limit per row; 0: no groups.
+        best_two: whether a group's score is the sum of its two best scores, not the best.
         scale: factor of the weights.
-        softcap: cap of the logits; 0.0 disables it.
-        wide: logits are computed in float32, for any dtype of the activations.
-        rounded: weights are rounded to the dtype of the activations, else float32.
+        softcap: cap of the logits; 0.0: none.
+        wide: whether logits are computed in float32, for any dtype of the activations.
+        rounded: whether weights are rounded to the dtype of the activations; else float32.
     """
 
     top_k: int
@@ -69,40 +67,34 @@ class RouterForm:
 
 @dataclass(frozen=True, slots=True)
 class RouterParts:
-    """A router of a known form, and references of its tensors.
+    """A router of a known form, and references to its tensors.
 
     Attributes:
-        correction: added to the scores for the choice only; None: the router has none.
-        takes_correction: its forward takes a correction as an argument.
-        returns: the outputs of its forward, in order: "weights", "experts", and mostly "logits".
+        correction: bias added to the scores for the choice only, or None.
+        takes_correction: whether the forward takes a correction as an argument.
+        returns: the outputs of the forward, in order: "weights", "experts", and usually "logits".
     """
 
     module: nn.Module
     form: RouterForm
     weight: Place
-    bias: Place | None
+    bias: Place
     correction: Place | None
     takes_correction: bool
     returns: tuple[str, ...]
 
 
-@struct_of("router")
+_ROUTER = """
+    Matrix weight
+    P correction
+    I correction_f32 wide score chosen_score normalized rounded groups top_groups best_two top_k
+    F scale softcap
+"""
+
+
+@struct_layout(_ROUTER, size="router")
 class RouterStruct(ctypes.Structure):
     """`Router` of kernels/experts.h."""
-
-    _fields_ = (
-        ("weight", Matrix),
-        ("correction", _POINTER),
-        *(
-            (name, _INT)
-            for name in (
-                "correction_f32 wide score chosen_score normalized rounded groups top_groups best_two "
-                "top_k"
-            ).split()
-        ),
-        ("scale", _FLOAT),
-        ("softcap", _FLOAT),
-    )
 
 
 def fill_form(struct: RouterStruct, form: RouterForm) -> None:
@@ -124,11 +116,11 @@ def choose(
     Args:
         logits: `[T, E]` float32.
         correction: `[E]`, added to the scores for the choice only.
-        forced: `[T, k]`, experts in the order of their slots, -1 for a free choice.
+        forced: `[T, k]`, experts to use, in slot order; -1: the router chooses.
         dtype: dtype of the activations, to which weights are rounded if `form.rounded`.
 
     Returns:
-        The weights `[T, k]` and the experts `[T, k]` int64, best first, ties to the lowest number.
+        The weights `[T, k]` and the experts `[T, k]` int64, best first; of equal ones the lowest id first.
     """
     if has_kernels(logits.device) and dtype in SUFFIX:
         rows, k = len(logits), form.top_k
@@ -154,11 +146,11 @@ def choose(
     if form.groups > 1:
         grouped = choice.unflatten(1, (form.groups, -1))
         best = grouped.sort(-1, descending=True)[0][..., : 2 if form.best_two else 1].sum(-1)
-        kept = torch.zeros_like(best, dtype=torch.bool)
-        kept.scatter_(
+        selected = torch.zeros_like(best, dtype=torch.bool)
+        selected.scatter_(
             1, best.sort(dim=-1, descending=True, stable=True)[1][:, : form.top_groups], True
         )
-        choice = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+        choice = grouped.masked_fill(~selected[..., None], -torch.inf).flatten(1)
     experts = choice.sort(dim=-1, descending=True, stable=True)[1][:, : form.top_k]
     if forced is not None:
         experts = torch.where(forced >= 0, forced.long(), experts)
@@ -182,99 +174,76 @@ def _scores(logits: Tensor, score: int) -> Tensor:
 
 
 def forced_experts() -> Tensor | None:
-    """Return the forced experts of the running router's layer, `[T, k]`, or None."""
-    note: Any = getattr(active_context(), "forced_experts", None)  # a pass without routing has none
-    return None if note is None else note()
+    """Return the forced experts of the current layer, `[T, k]`, or None."""
+    getter: Any = getattr(active_context(), "forced_experts", None)  # None without routing
+    return None if getter is None else getter()
 
 
 def router_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return a batch-invariant forward for a router of a known form, else None."""
-    special = _SPECIAL.get(type(module).__name__)
-    if special is not None and type(module).__module__.startswith("transformers.models."):
-        return special(module)
     parts = router_parts(module)
-    return None if parts is None else _forward(parts)
-
-
-def _forward(parts: RouterParts) -> Callable[..., Any]:
-    module, form, (holder, name) = parts.module, parts.form, parts.weight
+    if parts is None:
+        return None
+    form = parts.form
     original = type(module).forward
 
     def forward(hidden_states: Tensor, correction: Tensor | None = None) -> Any:
         if type(module).forward is not original:
             arguments = () if correction is None else (correction,)
             return type(module).forward(module, hidden_states, *arguments)
-        weight = holder[name]
+        weight, bias = parts.weight.tensor, parts.bias.tensor
         hidden = hidden_states.reshape(-1, weight.shape[1])
-        bias = None if parts.bias is None else parts.bias[0][parts.bias[1]]
         if parts.correction is not None:
-            correction = parts.correction[0][parts.correction[1]].reshape(-1)
+            correction = parts.correction.tensor.reshape(-1)
         if form.wide:
             logits = products.linear(hidden.float(), weight.float())
         else:
             logits = products.linear(hidden, weight, bias).float()
         weights, experts = choose(logits, form, correction, forced_experts(), hidden.dtype)
-        made = {"logits": logits, "weights": weights, "experts": experts}
-        return tuple(made[part] for part in parts.returns)
+        outputs = {"logits": logits, "weights": weights, "experts": experts}
+        return tuple(outputs[part] for part in parts.returns)
 
     return forward
 
 
 # ---- routers with additional steps ----
 
-
-def _gemma4(module: Any) -> Callable[..., Any]:
-    """Return Gemma 4's forward: norm and gain before the projection, a gain per expert after the choice."""
-    form = RouterForm(module.config.top_k_experts, normalized=True)
-
-    def forward(hidden_states: Tensor) -> Any:
-        scaled = module.norm(hidden_states) * module.scale * module.scalar_root_size
-        logits = module.proj(scaled).float()
-        weights, experts = choose(logits, form, None, forced_experts())
-        return logits, weights * module.per_expert_scale[experts], experts
-
-    return forward
+_form = functools.cache(RouterForm)
 
 
-def _phimoe(module: Any) -> Callable[..., Any]:
-    """Return PhiMoE's forward: two experts, each by a softmax over close scores; no forced experts."""
+@replaces("Gemma4TextRouter")
+def _gemma4(module: Any, hidden_states: Tensor) -> Any:
+    """Gemma 4's router: norm and scales before the projection, expert scales after the choice."""
+    scaled = module.norm(hidden_states) * module.scale * module.scalar_root_size
+    logits = module.proj(scaled).float()
+    form = _form(module.config.top_k_experts, normalized=True)
+    weights, experts = choose(logits, form, None, forced_experts())
+    return logits, weights * module.per_expert_scale[experts], experts
+
+
+@replaces("PhimoeTopKRouter")
+def _phimoe(module: Any, hidden_states: Tensor) -> Any:
+    """PhiMoE's router, with transformers' `sparsemixer`; no forced experts."""
     mix = sys.modules[type(module).__module__].sparsemixer
-
-    def forward(hidden_states: Tensor) -> Any:
-        logits = products.linear(hidden_states, module._parameters["weight"])
-        weights, experts = mix(logits, module.router_jitter_noise, False, module.top_k)
-        return logits, weights, experts
-
-    return forward
+    logits = products.linear(hidden_states, module._parameters["weight"])
+    weights, experts = mix(logits, module.router_jitter_noise, False, module.top_k)
+    return logits, weights, experts
 
 
-def _deepseek_v4(module: Any) -> Callable[..., Any]:
-    """Return the forward of DeepSeek V4's routers, by scores of their own or by a table of token ids."""
-    form = RouterForm(
-        module.top_k, AS_IS, normalized=True, scale=float(module.routed_scaling_factor)
-    )
-
-    def forward(hidden_states: Tensor, input_ids: Tensor | None = None) -> Any:
-        rows = hidden_states.reshape(-1, module.hidden_dim)
-        logits = products.linear(rows, module.weight)
-        scores = module.score_fn(logits.float())
-        forced = forced_experts()
-        if input_ids is not None:
-            listed = module.tid2eid[input_ids.reshape(-1)].long()
-            forced = listed if forced is None else torch.where(forced >= 0, forced, listed)
-        correction = module._buffers.get("e_score_correction_bias")
-        weights, experts = choose(scores, form, correction, forced)
-        return logits, weights, experts
-
-    return forward
-
-
-_SPECIAL: dict[str, Callable[[Any], Callable[..., Any]]] = {
-    "DeepseekV4HashRouter": _deepseek_v4,
-    "DeepseekV4TopKRouter": _deepseek_v4,
-    "Gemma4TextRouter": _gemma4,
-    "PhimoeTopKRouter": _phimoe,
-}
+@replaces("DeepseekV4HashRouter", "DeepseekV4TopKRouter")
+def _deepseek_v4(module: Any, hidden_states: Tensor, input_ids: Tensor | None = None) -> Any:
+    """DeepSeek V4's routers, which choose by score or by a table of token ids."""
+    rows = hidden_states.reshape(-1, module.hidden_dim)
+    logits = products.linear(rows, module.weight)
+    scores = module.score_fn(logits.float())
+    forced = forced_experts()
+    if input_ids is not None:
+        listed = module.tid2eid[input_ids.reshape(-1)].long()
+        forced = listed if forced is None else torch.where(forced >= 0, forced, listed)
+    correction = module._buffers.get("e_score_correction_bias")
+    form = _form(module.top_k, AS_IS, normalized=True, scale=float(module.routed_scaling_factor))
+    weights, experts = choose(scores, form, correction, forced)
+    return logits, weights, experts
 
 
 # ---- the form of a router ----
@@ -293,15 +262,15 @@ def router_parts(module: nn.Module) -> RouterParts | None:
     if holder is None or weight is None or weight.ndim != 2:
         return None
     corrections = [
-        (tensors, name)
+        Place(tensors, name)
         for part in module.modules()
         for tensors in (part._parameters, part._buffers)
         for name in CORRECTIONS
         if tensors.get(name) is not None
     ]
     arguments = inspect.signature(forward).parameters.values()
-    takes = sum(p.default is p.empty for p in arguments)
-    if len(corrections) > 1 or not 2 <= takes <= 3:
+    num_arguments = sum(p.default is p.empty for p in arguments)
+    if len(corrections) > 1 or not 2 <= num_arguments <= 3:
         return None
     numbers = {
         name: value
@@ -312,46 +281,37 @@ def router_parts(module: nn.Module) -> RouterParts | None:
     layout = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors)
     case = type(module), forward, tuple(numbers.items()), layout
     if case not in _forms:
-        # Torch function modes must not see the experiment, which is of torch's arithmetic.
-        with (
-            torch._C.DisableTorchFunction(),
-            torch.no_grad(),
-            torch.inference_mode(False),
-            kernels.using("none"),
-        ):
+        with trial(), kernels.using("none"):  # in torch's own arithmetic
             try:
-                _forms[case] = _find_form(module, numbers, weight.shape, takes == 3)
+                _forms[case] = _find_form(module, numbers, weight.shape, num_arguments == 3)
             except Exception:  # an unrelated module with such names
                 _forms[case] = None
-    found, has_bias = _forms[case], holder._parameters.get("bias") is not None
-    if found is None or (found[0].wide and has_bias):
+    match, bias = _forms[case], Place(holder._parameters, "bias")
+    if match is None or (match[0].wide and bias.tensor is not None):
         return None
-    form, returns = found
+    form, returns = match
     return RouterParts(
         module,
         form,
-        (holder._parameters, "weight"),
-        (holder._parameters, "bias") if has_bias else None,
+        Place(holder._parameters, "weight"),
+        bias,
         corrections[0] if corrections else None,
-        takes == 3,
+        num_arguments == 3,
         returns,
     )
 
 
-_Found = tuple[RouterForm, tuple[str, ...]]  # the form, and the outputs of its forward
-# By what determines it: class, forward, numbers, and the layout of the tensors.
-_forms: dict[tuple[Any, ...], _Found | None] = {}
+_Match = tuple[RouterForm, tuple[str, ...]]  # the form, and the outputs of its forward
+# Keys: everything that determines the form (class, forward, numbers, layout of the tensors).
+_forms: dict[tuple[Any, ...], _Match | None] = {}
 
 
 def _find_form(
     module: nn.Module, numbers: dict[str, Any], shape: tuple[int, ...], takes_correction: bool
-) -> _Found | None:
+) -> _Match | None:
     experts, depth = shape
-    noise = torch.Generator().manual_seed(1)
-    x = torch.randn(_ROWS, depth, generator=noise, dtype=torch.float32)
-    extra = None
-    if takes_correction:
-        extra = torch.randn(experts, generator=noise, dtype=torch.float32) * 0.2
+    x = noise((_ROWS, depth), torch.float32, 1)
+    extra = noise((experts,), torch.float32, 2) * 0.2 if takes_correction else None
     expected, tensors = _run_twin(module, torch.float32, x, extra)
     logits = nn.functional.linear(x, tensors["weight"], tensors.get("bias"))
     correction = tensors.get("correction", extra)
@@ -389,7 +349,7 @@ def _candidates(numbers: dict[str, Any]) -> Iterator[RouterForm]:
 
 
 def _agree(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
-    """Return whether experts and weights are equal, in any order."""
+    """Return whether experts and weights are equal up to order."""
     pairs = []
     for weights, chosen in (actual, expected):
         order = chosen.sort(-1)
@@ -401,62 +361,56 @@ def _agree(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bo
 def _with_roundings(
     module: nn.Module, x: Tensor, form: RouterForm, extra: Tensor | None
 ) -> RouterForm:
-    """Return the form with `wide` and `rounded`, from a forward with bfloat16 activations."""
+    """Return the form with `wide` and `rounded` set, by a forward with bfloat16 activations."""
     try:
-        made, tensors = _run_twin(module, None, x.bfloat16(), extra)
+        outputs, tensors = _run_twin(module, None, x.bfloat16(), extra)
     except RuntimeError:  # float32 weights and activations
         return form
-    form = replace(form, rounded=made["weights"].dtype is torch.bfloat16)
-    if "logits" in made:
-        logits = made["logits"]
+    form = replace(form, rounded=outputs["weights"].dtype is torch.bfloat16)
+    if "logits" in outputs:
+        logits = outputs["logits"]
         return replace(form, wide=not torch.equal(logits.float(), logits.bfloat16().float()))
     logits = x.bfloat16().float() @ tensors["weight"].float().t()
     correction = tensors.get("correction", extra)
     actual = choose(logits, form, correction, None, torch.bfloat16)
-    return replace(form, wide=_agree(actual, (made["weights"], made["experts"])))
+    return replace(form, wide=_agree(actual, (outputs["weights"], outputs["experts"])))
 
 
 def _run_twin(
     module: nn.Module, dtype: torch.dtype | None, x: Tensor, extra: Tensor | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Run a router's own forward with random tensors; return its outputs in order, and the tensors, by name.
+    """Run a router's own forward with random tensors; return its outputs and the tensors, by name.
 
     Args:
-        dtype: of the random tensors; None: that of the router's.
+        dtype: dtype of the random tensors; None: the dtypes of the router's tensors.
     """
-    noise = torch.Generator().manual_seed(0)
-    shared: dict[int, Any] = {}  # what the copy has in place of an object, by its id
+    generator = torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {}
-    for part in module.modules():
-        shared |= {id(v): v for k, v in part.__dict__.items() if k not in _HELD}
-        shared |= {
-            id(hooks): type(hooks)() for hooks in (part._forward_hooks, part._forward_pre_hooks)
-        }
-        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-            if tensor is None:
-                continue
-            shared[id(tensor)] = tensor
-            if tensor.is_floating_point():
-                spread = (
-                    2.0 / tensor.shape[-1] ** 0.5 if tensor.ndim == 2 and len(tensor) > 1 else 0.2
-                )
-                made = torch.randn(tensor.shape, generator=noise, dtype=torch.float32) * spread
-                made = made.to(dtype or tensor.dtype)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                shared[id(tensor)] = nn.Parameter(made, False) if is_parameter else made
-                name = "correction" if name in CORRECTIONS else name
-                tensors[name] = made.reshape(-1) if name == "correction" else made
-    twin, arguments = copy.deepcopy(module, shared), () if extra is None else (extra,)
+
+    def tensor_of(name: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        is_matrix = tensor.ndim == 2 and len(tensor) > 1
+        spread = 2.0 / tensor.shape[-1] ** 0.5 if is_matrix else 0.2
+        random = torch.randn(tensor.shape, generator=generator, dtype=torch.float32) * spread
+        random = random.to(dtype or tensor.dtype)
+        if name in CORRECTIONS:
+            tensors["correction"] = random.reshape(-1)
+        else:
+            tensors[name] = random
+        return nn.Parameter(random, False) if isinstance(tensor, nn.Parameter) else random
+
+    twin, arguments = copy_of(module, tensor_of), () if extra is None else (extra,)
     try:
         outputs = type(module).forward(twin, x, *arguments)
-    except ValueError:  # it unpacks three dimensions
+    except ValueError:  # it expects three dimensions
         outputs = type(module).forward(twin, x[None], *arguments)
-    found: dict[str, Tensor] = {}
+    named_outputs: dict[str, Tensor] = {}
     for tensor in outputs:
         name = "experts"
         if tensor.is_floating_point():
             name = "logits" if tensor.shape[-1] == len(tensors["weight"]) else "weights"
-        found[name] = tensor.flatten(0, -2)
-    if len(found) != len(outputs) or not {"weights", "experts"} <= set(found):
-        raise ValueError(f"it returns {[*found]}")
-    return found, tensors
+        named_outputs[name] = tensor.flatten(0, -2)
+    if len(named_outputs) != len(outputs) or not {"weights", "experts"} <= set(named_outputs):
+        raise ValueError(f"it returns {[*named_outputs]}")
+    return named_outputs, tensors

@@ -1,18 +1,22 @@
 """Inspection of a model by one forward: which modules attend, what they store, what they call.
 
-An inspection is a forward of a few tokens in which attention only records its shapes and reads its masks. It
-runs once when a model is opened, with the user's hooks silenced, and decides whether the model can be
-run on flat batches. A class that is not in the list of verified ones must pass a trial besides.
+In an inspection, a forward of a few tokens, attention only records its shapes and reads its masks. It runs
+once when a model is opened, without the user's hooks, and decides whether the model can run on flat batches.
+Classes that are not in the list of verified ones must also pass a trial (`trial.py`).
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from verbatim import kernels
 from verbatim.batch import Choices
@@ -21,18 +25,11 @@ from verbatim.kernels.options import AnyOptions, AttentionOptions, IndexOptions
 from verbatim.kv.states import StateShape, Update
 from verbatim.kv.store import LayerShape
 from verbatim.model import masks
-from verbatim.model.adapters import patch_functions
-from verbatim.model.context import IMPLEMENTATION, activate
-from verbatim.model.hidden import head_of, recorded, why_no_hidden
+from verbatim.model.adapters import counts_by_padding, patch_functions
+from verbatim.model.context import IMPLEMENTATION, activate, head_of, record_values, why_no_hidden
 from verbatim.model.invariant import Recorder
-from verbatim.model.patching import Forwards, patched, replaced_forwards
-from verbatim.model.positions import counts_by_padding
-from verbatim.model.routing import (
-    UNKNOWN_ROUTER,
-    RouterCall,
-    indexed_layers_of,
-    routed_layers_of,
-)
+from verbatim.model.patching import Forwards, exclusive, patched, replaced_forwards
+from verbatim.model.routing import UNKNOWN_ROUTER, choices_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +37,22 @@ class ModelSpec:
     """The layout of a model, for the KV store and the decoder.
 
     Attributes:
-        layers: what each layer of the store holds for a token.
-        dtype: of the keys, and so of the store unless told otherwise.
+        layers: shape per token of each layer of the KV store.
+        dtype: dtype of the keys, the default for the store.
         vocab_size: width of the logits.
-        routed: the experts that its mixture-of-experts layers choose.
-        indexed: the keys that indexers of layers choose.
-        hidden_reason: why it can't hand back what its head sees; None if it can.
-        slots: (id of the attention module, its n-th call in a forward) to the layer of the store.
-        query_heads: of each of `layers`.
-        states: what each recurrent operation keeps of a sequence, in the order they run.
-        needs_override: functions the model calls directly that must be swapped; usually none.
-        override_in: classes of the modules in whose own forward it does so.
-        takes_logit_rows: the model's forward has `logits_to_keep`, so that the head runs only on
-            the rows that are asked for.
-        takes_positions: the model's forward has `position_ids`, or passes them on.
-        routed_modules: the id of the experts module of each of `routed`, in the order they run.
-        finite: the logits of the inspection were finite.
+        routed: the experts that MoE layers choose.
+        indexed: the keys that indexers choose.
+        hidden_reason: why the model can't return the inputs of its head; None if it can.
+        slots: layer of the store by (id of the attention module, index of its call in a forward).
+        query_heads: number of query heads of each of `layers`.
+        states: state shape of each recurrent operation, in call order.
+        needs_override: names of functions that the model calls directly but must be replaced; usually none.
+        override_in: classes with forwards that call these functions.
+        takes_logit_rows: whether the model's forward has `logits_to_keep`, so that the head runs only on
+            requested rows.
+        takes_positions: whether the model's forward has `position_ids`, or passes them on.
+        routed_modules: `id()` of the experts modules of `routed`, in call order.
+        finite: whether the logits of the inspection were finite.
     """
 
     layers: list[LayerShape]
@@ -76,17 +73,17 @@ class ModelSpec:
 
     @property
     def is_sparse(self) -> bool:
-        """Return whether rows attend to chosen keys or to records, and not to all keys in a window."""
+        """True if rows attend to chosen keys or to records, not to all keys in a window."""
         return any(shape.records or not shape.value_dim for shape in self.layers)
 
     @property
     def choices(self) -> dict[str, Choices]:
-        """The choices of its layers for each token, by `CHOICES`."""
+        """The choices that layers make for each token, by name (`CHOICES`)."""
         return {"routing": self.routed, "indices": self.indexed}
 
 
 class InspectionContext:
-    """A forward context that records every attention call, and returns values computed from its inputs."""
+    """A forward context that records attention calls, and returns values computed from their inputs."""
 
     def __init__(self) -> None:
         self.slots: dict[tuple[int, int], int] = {}
@@ -94,13 +91,17 @@ class InspectionContext:
         self.query_heads: list[int] = []
         self.states: list[StateShape] = []
         self.calls: dict[int, int] = {}
-        self.routed: list[RouterCall] = []
-        self.choices = 0  # of routers of a known form
-        self.indexed: list[int] = []  # keys that each indexer chooses
+        self.routed: list[int] = []  # ids of experts modules, in call order
+        self.kinds: list[tuple[int, int]] = []  # experts per token, and in the layer
+        self.routes_all = True  # whether each routed layer got all tokens
+        self.choices = 0  # number of calls of routers with a known form
+        self.indexed: list[
+            tuple[int, int]
+        ] = []  # keys that each indexer chooses (0: records), and 0
         self.dtype: torch.dtype | None = None
         self.device = torch.device("cpu")
         self.needs_positions = False
-        self.counts_positions = False  # itself, so it has asked for those of the rows
+        self.counts_positions = False  # whether the model reads `positions`
 
     @property
     def positions(self) -> Tensor:
@@ -123,39 +124,41 @@ class InspectionContext:
         self.dtype = self.dtype or k.dtype
         if isinstance(options, IndexOptions):
             groups = options.groups(q.shape[1])
-            self.indexed += [0 if options.records else options.width] * groups  # 0: no keys
+            self.indexed += [(0 if options.records else options.width, 0)] * groups
             shape = len(q), groups, options.width
             return torch.full(shape, -1, dtype=torch.int32, device=q.device)
         self.needs_positions |= options.alibi is None
-        # Something of a token's own query, key and value, so that wrong positions show as well.
+        # Depends on the token's own query, key and value, so that wrong positions are also noticed.
         group = q.shape[1] // v.shape[1]
-        turn = q.float().sum(-1) + k.float().sum(-1).repeat_interleave(group, dim=1)
-        return v.repeat_interleave(group, dim=1) * torch.cos(turn)[..., None].to(v.dtype)
+        angle = q.float().sum(-1) + k.float().sum(-1).repeat_interleave(group, dim=1)
+        return v.repeat_interleave(group, dim=1) * torch.cos(angle)[..., None].to(v.dtype)
 
     def update_state(self, shape: StateShape, update: Update) -> Tensor:
         self.states.append(shape)
-        # Weights may be on the meta device, and dispatch modes see what torch computes alone.
+        # Weights may be on the meta device, and dispatch modes only see operations of torch.
         with kernels.using("none"):
             return shape.update_first_rows(update, len(_IDS) * len(_IDS[0]), self.device)
 
     def route(self, experts: Any, index: Tensor) -> None:
         count: int = getattr(experts, "total_experts", None) or experts.num_experts
-        self.routed.append(RouterCall(id(experts), index.shape[0], (index.shape[1], count)))
+        self.routed.append(id(experts))
+        self.kinds.append((index.shape[1], count))
+        self.routes_all &= len(index) == len(_IDS) * len(_IDS[0])
 
     def forced_experts(self) -> None:
-        """Count a router that asks whether its choice is forced."""
+        """Count a router that supports forced experts."""
         self.choices += 1
 
 
 class OwnModel(nn.Module):
-    """Base of models that are made of layers of transformers here, with the methods of one that are called.
+    """Base of models that are built here from transformers' layers, with a transformers model's methods.
 
-    They have no masks and are not tried: layers attend as their settings say.
+    They request no masks and need no trial.
     """
 
 
 def inner_model(module: nn.Module) -> Any:
-    """Return the transformers model inside of `module`, which may be wrapped (PEFT, DDP)."""
+    """Return the transformers model in `module`, which may be a wrapper (PEFT, DDP)."""
     from transformers import PreTrainedModel
 
     for candidate in module.modules():
@@ -172,8 +175,8 @@ _NO_INTERFACE = (
 )
 _NO_POSITIONS = "its forward takes no position_ids, so it counts positions from the start of a row"
 
-# Two rows with the same tokens at the same positions, one place apart: wherever they differ, something
-# else than attention mixes tokens, or takes a token's place in its row for its position.
+# Two rows with the same tokens at the same positions, shifted by one. If outputs differ, something other than
+# attention mixes tokens, or the model uses the index in the row as position.
 _IDS = [[4, 1, 3, 2], [1, 3, 2, 5]]
 _POSITIONS = [[0, 1, 2, 3], [1, 2, 3, 4]]
 
@@ -182,18 +185,18 @@ def inspect_once(module: nn.Module, inner: Any, *, positions: bool | None = None
     """Run one small forward of a module, and return its spec.
 
     Args:
-        inner: the transformers model in it.
-        positions: pass `position_ids`; None: if the forward names them.
+        inner: the transformers model in `module`.
+        positions: whether to pass `position_ids`; None: if the forward has the argument.
 
     Raises:
-        UnsupportedModel: it can't be run on flat batches.
+        UnsupportedModel: the model can't be run on flat batches.
     """
     signature = inspect.signature(inner.forward).parameters
     named = takes_positions(inner)
     positions = named if positions is None else positions
     context, recorder = InspectionContext(), Recorder(module)
     with recorder:
-        logits, seen = inspect_forward(module, inner, context, positions=positions)
+        logits, head_inputs = inspect_forward(module, inner, context, positions=positions)
     ids = torch.tensor(_IDS)
     if not context.layers and not context.states:
         raise UnsupportedModel(_NO_INTERFACE)
@@ -207,11 +210,16 @@ def inspect_once(module: nn.Module, inner: Any, *, positions: bool | None = None
         )
     if not _close(logits[0, 1:], logits[1, :-1]):
         raise UnsupportedModel(
-            "something else than attention mixes its tokens, or counts their positions"
+            "something other than attention mixes its tokens, or counts their positions"
             if named
             else _NO_POSITIONS
         )
     unknown = UNKNOWN_ROUTER if context.choices != len(context.routed) else None
+    routed, indexed = choices_of("routing", context.kinds), choices_of("indices", context.indexed)
+    if not context.routes_all:
+        routed = Choices(reason="one of its layers sends only some of its tokens to experts")
+    if (0, 0) in context.indexed:
+        indexed = Choices(reason="its indexers choose records of windows, not keys")
     return ModelSpec(
         slots=context.slots,
         layers=context.layers,
@@ -223,10 +231,10 @@ def inspect_once(module: nn.Module, inner: Any, *, positions: bool | None = None
         override_in=frozenset(recorder.callers),
         takes_logit_rows="logits_to_keep" in signature,
         takes_positions=positions,
-        routed=replace(routed_layers_of(context.routed, ids.numel()), replay_reason=unknown),
-        routed_modules=tuple(call.module for call in context.routed),
-        indexed=indexed_layers_of(context.indexed),
-        hidden_reason=why_no_hidden(head_of(inner), seen, ids.numel()),
+        routed=replace(routed, replay_reason=unknown),
+        routed_modules=tuple(context.routed),
+        indexed=indexed,
+        hidden_reason=why_no_hidden(head_of(inner), head_inputs, ids.numel()),
         finite=bool(torch.isfinite(logits).all()),
     )
 
@@ -239,9 +247,9 @@ def takes_positions(inner: Any) -> bool:
 
 
 def _dtype_of(inner: nn.Module) -> torch.dtype:
-    """Return the dtype of a model without attention: that of its first parameter, mostly the embedding.
+    """Return the dtype of a model without attention: that of its first parameter, usually the embedding.
 
-    Logits don't tell: some heads return float32, and a part of a model has none.
+    Logits may have another dtype: some heads return float32, and a part of a model has no logits.
     """
     return next(p.dtype for p in inner.parameters() if p.is_floating_point())
 
@@ -254,16 +262,16 @@ def inspect_forward(
     positions: bool,
     forwards: Forwards | None = None,
 ) -> tuple[Tensor, list[Any]]:
-    """Run the forward of an inspection: a few tokens without a cache, with masks that describe themselves.
+    """Run the forward of an inspection: a few tokens without a cache, with recorded masks.
 
     Args:
         inner: the transformers model in `module`.
-        context: active meanwhile.
-        positions: hand over `position_ids`.
-        forwards: patched into its layers; None: those of every known layer.
+        context: the active forward context.
+        positions: whether to pass `position_ids`.
+        forwards: the forwards to patch in; None: those of all known layers.
 
     Returns:
-        The logits `[2, 4, V]`, and what the model's head was called with.
+        The logits `[2, 4, V]`, and the inputs of the model's head.
 
     Raises:
         UnsupportedModel: raised by the context, or the forward failed.
@@ -274,7 +282,7 @@ def inspect_forward(
     if device.type == "meta":
         device = torch.device("cpu")
     context.device = device
-    attention = IMPLEMENTATION if isinstance(inner, OwnModel) else masks.LOOK
+    attention = IMPLEMENTATION if isinstance(inner, OwnModel) else masks.INSPECTION
     inputs: dict[str, Any] = {"input_ids": torch.tensor(_IDS, device=device)}
     if positions:
         inputs["position_ids"] = torch.tensor(_POSITIONS, device=device)
@@ -286,7 +294,7 @@ def inspect_forward(
         with (
             patched(module, forwards, hooks=False, attention=attention),
             activate(context),
-            recorded(head_of(inner), [context]) as (seen,),
+            record_values(head_of(inner), [context]) as (head_inputs,),
         ):
             logits: Tensor = module(**inputs, use_cache=False).logits
     except (UnsupportedModel, TierFailed):
@@ -295,11 +303,82 @@ def inspect_forward(
         raise UnsupportedModel(
             f"a forward of a few tokens without a cache raised {type(error).__name__}: {error}"
         ) from error
-    return logits, seen
+    return logits, head_inputs
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):  # a matter of weights
+    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):  # because of the weights
         return True
     tolerance = 1e-4 if a.dtype == torch.float32 else 2e-2
     return bool(((a - b).abs() <= tolerance * a.abs().max()).all())
+
+
+# ---- inspection without weights
+
+
+_aten = torch.ops.aten
+
+
+def outline(module: nn.Module) -> InspectionContext:
+    """Return the shapes of K, V and recurrent states, by inspecting a module without reading its weights.
+
+    If the forward fails, these are the shapes found until then.
+    """
+    context, inner = InspectionContext(), inner_model(module)
+    mode = _ZeroWeights()  # type: ignore[no-untyped-call]
+    with (
+        exclusive,
+        kernels.using("none"),
+        _without_weights(module),
+        mode,
+        suppress(UnsupportedModel),
+    ):
+        inspect_forward(module, inner, context, positions=takes_positions(inner))
+    return context
+
+
+@contextmanager
+def _without_weights(module: nn.Module) -> Iterator[None]:
+    """Replace a module's parameters by meta tensors within the block."""
+    owned = [(layer._parameters, dict(layer._parameters)) for layer in module.modules()]
+    meta: dict[Any, nn.Parameter] = {None: None}  # type: ignore[dict-item]
+    for parameter in module.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        meta[parameter] = nn.Parameter(empty, requires_grad=False)
+    try:
+        for parameters, original in owned:
+            parameters.update({name: meta[parameter] for name, parameter in original.items()})
+        yield
+    finally:
+        for parameters, original in owned:
+            parameters.update(original)
+
+
+class _ZeroWeights(TorchDispatchMode):
+    """Replaces the results of operations on meta weights by zeros, unless all operands are weights."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        is_meta = [x.is_meta for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not any(is_meta):
+            if kwargs.get("device") == torch.device("meta"):  # copied from a weight
+                kwargs["device"] = torch.device("cpu")
+            return func(*args, **kwargs)
+        if func is _aten.equal.default:
+            return True
+        if func is _aten._local_scalar_dense.default:
+            return func(torch.zeros_like(args[0], device="cpu"))
+        if func._schema.is_mutable:
+            return args[0]
+        stays_meta = all(is_meta) and kwargs.get("device") is None
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("meta")
+        args, kwargs = tree_map(
+            lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs)
+        )
+        output = func(*args, **kwargs)
+        return output if stays_meta else tree_map(_zeros, output)
+
+
+def _zeros(like: Any) -> Any:
+    return torch.zeros_like(like, device="cpu") if isinstance(like, Tensor) else like

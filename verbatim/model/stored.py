@@ -1,4 +1,4 @@
-"""Tensors in files: their places, by the headers of safetensors files, and reading them."""
+"""Reading tensors from files, and locating them by the headers of safetensors files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from verbatim.common.untrusted import reason
 from verbatim.errors import ModelError
-from verbatim.untrusted import reason
 
 Stamp = tuple[int, int, int, int]
 
@@ -35,15 +35,11 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_MAX_HEADER = 100_000_000  # bytes, as safetensors' own limit
+_MAX_HEADER = 100_000_000  # bytes, the limit of safetensors
 
 
 def stamp_of(file: int | Path) -> Stamp:
-    """Return the device, inode, size and modification time of a file, which change when it does.
-
-    Args:
-        file: open, or its path.
-    """
+    """Return device, inode, size and modification time of a path or file descriptor, to detect changes."""
     stat = os.stat(file)
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
@@ -67,10 +63,10 @@ class Stored:
 
 
 def read_stored(stored: Stored) -> Tensor:
-    """Read one tensor of a file through the page cache.
+    """Read a tensor through the page cache.
 
     Raises:
-        ModelError: it can't be read, or the file has changed.
+        ModelError: the tensor can't be read, or the file has changed.
     """
     with torch.inference_mode(False):
         out = torch.empty(stored.nbytes, dtype=torch.uint8)
@@ -91,11 +87,10 @@ class _Damage(Exception):
 
 
 def stored_in(path: Path) -> dict[str, Stored]:
-    """Return the tensors of one safetensors file: 8 bytes with the length of a JSON header, then the
-    header.
+    """Return the tensors of a safetensors file by name, from its header.
 
     Raises:
-        ModelError: it is damaged or cut short.
+        ModelError: the file is damaged or truncated.
     """
     try:
         with path.open("rb") as file:
@@ -105,12 +100,12 @@ def stored_in(path: Path) -> dict[str, Stored]:
             if length > min(size - 8, _MAX_HEADER):
                 raise _Damage(f"a header of {length} bytes in a file of {size}")
             header = json.loads(file.read(length))
-        found = {}
+        tensors = {}
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
             begin, end = entry["data_offsets"]
-            if entry["dtype"] not in _DTYPES:  # if a parameter needs it, transformers misses it
+            if entry["dtype"] not in _DTYPES:  # transformers reports it as missing if needed
                 continue
             dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
             if end - begin != dtype.itemsize * torch.Size(shape).numel():
@@ -119,11 +114,11 @@ def stored_in(path: Path) -> dict[str, Stored]:
                 raise _Damage(
                     f"a tensor ends at byte {8 + length + end} and the file at {size}: it was cut short"
                 )
-            at = 8 + length + begin
-            found[name] = Stored(name, path, at, end - begin, dtype, shape, stamp)
+            offset = 8 + length + begin
+            tensors[name] = Stored(name, path, offset, end - begin, dtype, shape, stamp)
     except _Damage as error:
         raise ModelError(f"{path} is damaged or cut short: {error}") from None
-    except Exception as error:  # a damaged header fails in any way; its text is not quoted
-        why = reason(error) if path.exists() else "a link to nothing"
+    except Exception as error:  # damaged headers raise anything; their text is not quoted
+        why = reason(error) if path.exists() else "a dangling link"
         raise ModelError(f"{path} is damaged or cut short: {why}") from None
-    return found
+    return tensors

@@ -1,4 +1,4 @@
-"""The kernels' view of a layer and of a model's head: addresses and sizes, as their structs have them."""
+"""ctypes structs that describe a layer and its weights to the kernels."""
 
 from __future__ import annotations
 
@@ -9,63 +9,58 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import first_line
-from verbatim.kernels.functions import struct_of
+from verbatim.kernels.functions import struct_layout
 from verbatim.kernels.options import NormKind
+from verbatim.kernels.packing import WeightPacking
 from verbatim.model.elementwise import NormStruct
 from verbatim.model.norms import Norm
-from verbatim.model.packed import PackedLinear, is_linear
 from verbatim.model.products import Matrix
-from verbatim.model.weight_packing import WeightPacking
+from verbatim.model.quantized import QuantizedLinear, is_linear
 
-_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-_FORMATS = {torch.float32: 0, torch.bfloat16: 1}  # vb::Format of plain ones
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1}  # vb::Format of unquantized matrices
 
 
 class NotFusable(Exception):
-    """The kernels can't run a layer or read a weight; the message tells why."""
+    """The kernels can't run a layer or read a weight; the message says why."""
 
 
 def why_not(error: Exception) -> str:
-    """Return what a NotFusable says, or name another error, which a foreign model may raise."""
+    """Return the first line of an error's message, with its class unless it is NotFusable."""
     named = "" if isinstance(error, NotFusable) else f"{type(error).__name__}: "
     return named + first_line(error)
 
 
+@struct_layout("L at stride")
 class Slice(ctypes.Structure):
     """`Slice` of kernels/layer.cpp."""
-
-    _fields_ = [("at", _LONG), ("stride", _LONG)]
 
 
 ROLES = "before_attention of_queries of_keys of_values after_attention before_mlp after_mlp".split()
 
 
-@struct_of("layer")
+_LAYER = f"""
+    Matrix inputs[6] output gates[2] down
+    NormStruct {" ".join(ROLES)}
+    L hidden heads kv_heads head_dim value_dim
+    I num_inputs num_gates activation rotation
+    F residual_scale
+    I is_bf16
+    F scale softcap
+    L window chunk
+    P sinks mixture delta mamba2 conv alibi
+    Matrix latent[2]
+    Slice q k v gate
+    L chunks
+    F clip q_scale latent_scale[2]
+    L gate_width
+    I sinks_f32 residual turned_first index angles
+    P factor
+"""
+
+
+@struct_layout(_LAYER, size="layer")
 class LayerStruct(ctypes.Structure):
     """`Layer` of kernels/layer.cpp."""
-
-    _fields_ = [
-        ("inputs", Matrix * 6),
-        ("output", Matrix),
-        ("gates", Matrix * 2),
-        ("down", Matrix),
-        *((role, NormStruct) for role in ROLES),
-        *((name, _LONG) for name in ("hidden", "heads", "kv_heads", "head_dim", "value_dim")),
-        *((name, _INT) for name in ("num_inputs", "num_gates", "activation", "rotation")),
-        ("residual_scale", _FLOAT),
-        ("is_bf16", _INT),
-        *((name, _FLOAT) for name in ("scale", "softcap")),
-        *((name, _LONG) for name in ("window", "chunk")),
-        *((name, _POINTER) for name in "sinks mixture delta mamba2 conv alibi".split()),
-        ("latent", Matrix * 2),
-        *((name, Slice) for name in ("q", "k", "v", "gate")),
-        ("chunks", _LONG),
-        *((name, _FLOAT) for name in ("clip", "q_scale")),
-        ("latent_scale", _FLOAT * 2),
-        ("gate_width", _LONG),
-        *((name, _INT) for name in ("sinks_f32", "residual", "turned_first", "index", "angles")),
-        ("factor", _POINTER),
-    ]
 
 
 def address_of(tensor: Any, dtype: torch.dtype) -> int:
@@ -73,9 +68,9 @@ def address_of(tensor: Any, dtype: torch.dtype) -> int:
     if tensor is None:
         return 0
     if type(tensor) not in (nn.Parameter, Tensor) or tensor.dtype is not dtype:
-        raise NotFusable(f"a weight of it is a {type(tensor).__name__} of {tensor.dtype}")
+        raise NotFusable(f"one of its weights is a {type(tensor).__name__} of {tensor.dtype}")
     if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
-        raise NotFusable("a weight of it is not contiguous in memory")
+        raise NotFusable("one of its weights is not contiguous in memory")
     address: int = tensor.data_ptr()
     return address
 
@@ -94,12 +89,14 @@ def matrix_at(
     depth: int,
     packing: WeightPacking | None,
 ) -> Matrix:
-    """Return a matrix `[cols, depth]`, the first one at `data`; raise NotFusable if the kernels can't read
-    it.
+    """Return the struct of a matrix `[cols, depth]` at the start of `data`.
 
     Args:
-        dtype: of the activations.
-        packing: how it is quantized; None: it is plain.
+        dtype: dtype of the activations.
+        packing: layout of a quantized matrix, or None.
+
+    Raises:
+        NotFusable: the kernels can't read the matrix.
     """
     if dtype not in _FORMATS:
         raise NotFusable(f"its weights are {dtype}")
@@ -107,32 +104,31 @@ def matrix_at(
     if packing is None:
         return Matrix(address_of(data, dtype), at_bias, cols, depth, depth, _FORMATS[dtype])
     if packing.dtype is not dtype:
-        raise NotFusable(f"a packed weight of it stands for {packing.dtype}")
+        raise NotFusable(f"a quantized weight has dtype {packing.dtype}")
     at = address_of(data, torch.uint8)
-    group = packing.quantization.group_size
-    return Matrix(at, at_bias, cols, depth, depth, packing.format, group)
+    return Matrix(at, at_bias, cols, depth, depth, packing.format, packing.rows.group)
 
 
 def matrix_of(linear: Any, dtype: torch.dtype) -> Matrix:
-    """Return a linear layer's weight and bias for the kernels; raise NotFusable if they can't read it."""
+    """Return the struct of a linear layer; raise NotFusable if the kernels can't read it."""
     bias = linear._parameters.get("bias")
     packing: WeightPacking | None = None
     by_columns = False
-    if type(linear) is PackedLinear:
-        packing = linear.packing
-        data: Any = linear._buffers["weight_packed"]
-        cols, depth = packing.width, packing.depth
+    if type(linear) is QuantizedLinear:
+        quantized = linear.matrix
+        data: Any = quantized.data
+        packing, (cols, depth) = quantized.packing, quantized.shape
     elif is_linear(linear):
         data, by_columns = linear._parameters["weight"], type(linear) is not nn.Linear
-        if by_columns and data.mT.is_contiguous():  # held by rows (`load.py`)
+        if by_columns and data.mT.is_contiguous():  # stored by rows (`weights/load.py`)
             data, by_columns = data.data.mT, False
         cols, depth = reversed(data.shape) if by_columns else data.shape
         if data.stride() != (data.shape[1], 1):
-            raise NotFusable("a weight of it is not contiguous in memory")
+            raise NotFusable("one of its weights is not contiguous in memory")
     else:
         raise NotFusable(f"it has a {type(linear).__name__} in place of a linear layer")
     if bias is not None and bias.shape != (cols,):
-        raise NotFusable("a bias of it has another length than its weight")
+        raise NotFusable("one of its biases differs in length from its weight")
     matrix = matrix_at(data, bias, dtype, cols, depth, packing)
     if by_columns:
         matrix.transposed, matrix.stride = True, cols
@@ -140,12 +136,12 @@ def matrix_of(linear: Any, dtype: torch.dtype) -> Matrix:
 
 
 def norm_of(norm: Norm | None, dtype: torch.dtype, width: int, head_dim: int | None) -> NormStruct:
-    """Return a norm of `width`, or of `head_dim` for each head."""
+    """Return the struct of a norm over `width` elements, or over the `head_dim` elements of each head."""
     if norm is None:
         return NormStruct(None, width, 0.0, NormKind.NONE)
     weight, bias = norm.weight, norm.bias
-    own = (head_dim or width) if weight is None else weight.shape[0]
-    if own not in (width, head_dim) or (bias is not None and bias.shape != (own,)):
-        raise NotFusable(f"a norm of it is {own} wide")
-    at, at_bias = address_of(weight, dtype), address_of(bias, dtype)
-    return NormStruct(at, own, norm.eps, norm.kind, at_bias)
+    norm_width = (head_dim or width) if weight is None else weight.shape[0]
+    if norm_width not in (width, head_dim) or (bias is not None and bias.shape != (norm_width,)):
+        raise NotFusable(f"one of its norms has width {norm_width}")
+    weight_at, bias_at = address_of(weight, dtype), address_of(bias, dtype)
+    return NormStruct(weight_at, norm_width, norm.eps, norm.kind, bias_at)

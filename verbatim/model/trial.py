@@ -1,9 +1,9 @@
-"""Inspection of a model, and a trial run for classes that are not in the list of verified ones.
+"""Inspection of a model, with a trial if its class is not in the list of verified ones.
 
-Two short sequences go through the flat path, in one piece and in two, and must give what the model's
-own forward gives for each of them alone; and bit for bit what the flat path gives for each alone. What the
-inspection cannot see shows here: scores changed in ways of the model's own, positions that start
-elsewhere, keyword arguments that mean something, a scale taken over all rows.
+In a trial, two short sequences run through the flat path, in one piece and in two. Their logits must agree
+with the model's own forward on each sequence, and be bit-identical to the flat path on each sequence alone.
+This detects what inspection can't: custom attention scores, positions with an offset, keyword arguments with
+an effect, scales computed over all rows.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from verbatim.model.adapters import has_indexers, runs_indexer
 from verbatim.model.differential import differential_check, largest_error, tolerance
 from verbatim.model.flat import FlatContext, noise_store, span_batch, trial_logits
 from verbatim.model.patching import patched, quiet, replaced_forwards
-from verbatim.model.recurrent_layers import has_supported_states
+from verbatim.model.recurrent_ops import has_supported_states
 from verbatim.model.spec import ModelSpec, OwnModel, inner_model, inspect_once
 
 _LENGTHS = (9, 6)
-_CUT = (4, 1)
+_FIRST_PIECE = (4, 1)
 Spans = dict[int, tuple[int, int]]  # positions in a forward, by sequence
-# Classes whose flat logits were compared with transformers' eager ones; these in front of ForCausalLM.
-_CAUSAL = """
+# Classes verified by comparing flat logits with transformers' eager ones; without the suffix "ForCausalLM".
+_CAUSAL_PREFIXES = """
     Afmoe Apertus Apertus1p5Text Arcee AriaText AXK1 AXK2 BailingHybrid Bamba Bart Beam BioGpt BitNet
     Blenderbot BlenderbotSmall Bloom Camembert CodeGen Cohere Cohere2 Cohere2Moe CohereCompass Cwm
     Data2VecText Dbrx DeepseekV2 DeepseekV3 DeepseekV32 DeepseekV4 DiffLlama Dory Dots1 Dots3Note Electra
@@ -43,14 +43,16 @@ _CAUSAL = """
     RobertaPreLayerNorm RoCBert RoFormer Rwkv SeedOss SmolLM3 SolarOpen StableLm Starcoder2 TrOCR
     VaultGemma Whisper XGLM XLMRoberta XLMRobertaXL xLSTM Xmod Youtu Zamba Zamba2 Zaya
 """
-_OTHERS = """
+_OTHER_CLASSES = """
     BertGenerationDecoder BertLMHeadModel CTRLLMHeadModel Gemma3ForConditionalGeneration
     Gemma4ForConditionalGeneration GotOcr2ForConditionalGeneration GPT2LMHeadModel
     MossTranscribeDiarizeForConditionalGeneration OpenAIGPTLMHeadModel Qwen4ExpForConditionalGeneration
 """
-VERIFIED = frozenset(_OTHERS.split()) | {f"{name}ForCausalLM" for name in _CAUSAL.split()}
+VERIFIED = frozenset(_OTHER_CLASSES.split()) | {
+    f"{name}ForCausalLM" for name in _CAUSAL_PREFIXES.split()
+}
 
-# Substrings of layer types, and the reason to refuse them.
+# Reasons to refuse layer types, by a substring of the type.
 _STATE = "keep a recurrent state, which is not in K and V"
 _INDEXER = "choose the keys they attend to by an indexer with keys of its own"
 _KINDS = {
@@ -63,11 +65,10 @@ _KINDS = {
     "indexed": _INDEXER,
     "sparse": _INDEXER,
 }
-_RECURRENT = frozenset({"linear_attention", "mamba", "recurrent", "hybrid", "conv", "compressed"})
 _WITHOUT_STATE = frozenset({"full_attention", "sliding_attention", "attention", "mlp", "moe"})
 
 _CODEBOOKS = "every position holds an id of each codebook, not one id"
-_ASSISTANT = "it drafts from hidden states and keys of its main model, which a batch of ids has not"
+_ASSISTANT = "it drafts from hidden states and keys of its main model, which a batch of ids lacks"
 _CLASSES = {
     "BltForCausalLM": "it attends to patches of bytes, not to positions",
     "Gemma4AssistantForCausalLM": _ASSISTANT,
@@ -76,21 +77,21 @@ _CLASSES = {
     "MusicgenMelodyForCausalLM": _CODEBOOKS,
 }
 
-# Whose layers leave a verified model a verified model.
+# Prefixes of modules that define the layer classes allowed in a verified model.
 _KNOWN_SOURCES = (
     "torch.nn.modules.",
     "torch.nn.parallel.",
     "transformers.",
     "peft.",
-    "verbatim.model.packed",
+    "verbatim.model.quantized",
 )
 
 
 def inspect_model(module: nn.Module) -> ModelSpec:
-    """Run one small forward of `module`, and return its spec.
+    """Return the spec of a module, after an inspection and, if needed, a trial.
 
     Raises:
-        UnsupportedModel: the reason why it can't be run on flat batches.
+        UnsupportedModel: the model can't run on flat batches; the message says why.
     """
     inner = inner_model(module)
     try:
@@ -110,19 +111,15 @@ def inspect_model(module: nn.Module) -> ModelSpec:
 
 
 def try_out(module: nn.Module, spec: ModelSpec) -> None:
-    """Compare the flat path with the model's own forward.
-
-    Raises:
-        UnsupportedModel: they differ.
-    """
+    """Compare the flat path with the model's own forward; raise UnsupportedModel if results differ."""
     device = next(module.parameters()).device
-    high = max(2, min(spec.vocab_size, 1000) - 3)  # special ids stand at either end
-    whole = [(torch.arange(n) * 37 + 5 * n) % high + 2 for n in _LENGTHS]
-    rows = [dict(input_ids=ids[None].to(device), use_cache=False) for ids in whole]
+    high = max(2, min(spec.vocab_size, 1000) - 3)  # avoids special ids, which are at both ends
+    sequences = [(torch.arange(n) * 37 + 5 * n) % high + 2 for n in _LENGTHS]
+    rows = [dict(input_ids=ids[None].to(device), use_cache=False) for ids in sequences]
     with quiet(), patched(module, [], hooks=False, attention="eager"):
-        plain: list[Tensor] = [module(**row).logits[0] for row in rows]
-    scale = max(float(logits.abs().max()) for logits in plain)
-    if not math.isfinite(scale):  # a matter of weights
+        expected: list[Tensor] = [module(**row).logits[0] for row in rows]
+    scale = max(float(logits.abs().max()) for logits in expected)
+    if not math.isfinite(scale):  # because of the weights
         return
 
     forwards = replaced_forwards(module)
@@ -131,41 +128,42 @@ def try_out(module: nn.Module, spec: ModelSpec) -> None:
         return noise_store(spec.layers, spec.states, spec.dtype, device)
 
     def flat(store: KVStore, spans: Spans) -> dict[int, Tensor]:
-        """Return the logits of each sequence, in one flat forward."""
-        ids = torch.cat([whole[s][slice(*at)] for s, at in spans.items()])
+        """Return the logits of each sequence from one flat forward."""
+        ids = torch.cat([sequences[s][slice(*at)] for s, at in spans.items()])
         context = FlatContext(spec.slots, span_batch(spans, ids), store)
         logits = trial_logits(module, spec, forwards, context)
         lengths = [stop - start for start, stop in spans.values()]
         return dict(zip(spans, logits.split(lengths), strict=True))
 
-    every: Spans = {s: (0, length) for s, length in enumerate(_LENGTHS)}
-    cut: Spans = {s: (0, length) for s, length in enumerate(_CUT)}
-    rest: Spans = {s: (cut[s][1], every[s][1]) for s in every}
-    together, in_two = flat(memory(), every), memory()
-    first, second = flat(in_two, cut), flat(in_two, rest)
+    all_rows: Spans = {s: (0, length) for s, length in enumerate(_LENGTHS)}
+    cut: Spans = {s: (0, length) for s, length in enumerate(_FIRST_PIECE)}
+    rest: Spans = {s: (cut[s][1], all_rows[s][1]) for s in all_rows}
+    joint, store_in_two = flat(memory(), all_rows), memory()
+    first, second = flat(store_in_two, cut), flat(store_in_two, rest)
 
-    def otherwise(s: int) -> list[Tensor]:
-        """Return the logits of one sequence alone, and in two pieces."""
-        alone = flat(memory(), {s: every[s]})[s]
+    def alternatives(s: int) -> list[Tensor]:
+        """Return the logits of a sequence run alone, and run in two pieces."""
+        alone = flat(memory(), {s: all_rows[s]})[s]
         return [alone, torch.cat([first[s], second[s]])]
 
-    if differential_check(otherwise, lambda s: [together[s]] * 2, every):
-        raise UnsupportedModel("in a trial its logits changed with the rows beside them")
-    found = differential_check(
-        lambda s: [together[s]],
-        lambda s: [plain[s]],
-        every,
-        lambda ours, theirs: largest_error(ours, theirs) <= tolerance(ours, scale),
+    if differential_check(alternatives, lambda s: [joint[s]] * 2, all_rows):
+        raise UnsupportedModel("in a trial its logits changed with the other rows of the batch")
+    diff = differential_check(
+        lambda s: [joint[s]],
+        lambda s: [expected[s]],
+        all_rows,
+        lambda actual, expected: largest_error(actual, expected) <= tolerance(actual, scale),
     )
-    if found is not None:
+    if diff is not None:
         raise UnsupportedModel(
             "in a trial its logits on a flat batch were off by "
-            f"{largest_error(found.ours, found.theirs):.2g} (largest logit: {scale:.2g}) from its own forward"
+            f"{largest_error(diff.actual, diff.expected):.2g} (largest logit: {scale:.2g}) from its "
+            "own forward"
         )
 
 
 def is_verified(module: Any, inner: Any) -> bool:
-    """Return whether `inner` is of a listed class of transformers, with none of its layers replaced."""
+    """Return whether the class of `inner` is verified, and no layer was replaced."""
     cls = type(inner)
     return (
         cls.__module__.startswith("transformers.models.")
@@ -175,24 +173,23 @@ def is_verified(module: Any, inner: Any) -> bool:
 
 
 def reason_to_refuse(inner: Any) -> str | None:
-    """Return why the config or a part of the transformers model `inner` can't run on flat batches, or None.
+    """Return why the transformers model `inner` can't run on flat batches, or None.
 
-    Only what inspection would not find, or not the reason of; unknown architectures are judged by behaviour.
+    Only checks what inspection would miss or not name.
     """
     config = inner.config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder; only causal models are run"
-    known = _CLASSES.get(type(inner).__name__)
-    if known is not None:
-        return known
+    reason = _CLASSES.get(type(inner).__name__)
+    if reason is not None:
+        return reason
     kinds = sorted(set(getattr(config, "layer_types", None) or ()))
     run_here = has_supported_states(inner)
     indexed = has_indexers(inner)
-    for part, what in _KINDS.items():
+    for part, problem in _KINDS.items():
         for kind in kinds:
-            supported = run_here if part in _RECURRENT else indexed and what is _INDEXER
-            if part in kind and not supported:
-                return f"its {kind} layers {what}"
+            if part in kind and not (indexed if problem is _INDEXER else run_here):
+                return f"its {kind} layers {problem}"
     stateless = kinds and _WITHOUT_STATE.issuperset(kinds)
     if getattr(inner, "_is_stateful", False) and not (run_here or stateless):
         return "it keeps a recurrent state, which is not in K and V"

@@ -1,7 +1,7 @@
-"""Twins of layers, on which trials run, and which layers are so alike that a trial of one is one of all.
+"""Twins: copies of layers on which trials run; and the structure of layers, each of which is tried once.
 
-Norms, biases and single numbers of a twin are random, and matrices where they are zero: weights that make no
-difference today may make one after the next training step. A twin also lacks its layer's place in the model.
+A twin's norms, biases and one-element buffers are random, as are its matrices if they are mostly zero:
+weights without effect now may have one after the next training step. Its layer index may be hidden.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verbatim.model.differential import noise
-from verbatim.model.packed import weights_of
-from verbatim.model.weight_packing import WeightPacking
+from verbatim.kernels.packing import WeightPacking
+from verbatim.model.differential import copy_of, noise
+from verbatim.model.quantized import weights_of
 
-_MODEST = 64  # rows of a matrix that are looked at
-_FEW = 4096  # numbers of a tensor that are compared, where it is no weight
-_PLACES = frozenset({"layer_idx", "layer_id", "layer_number"})  # attributes
-_NOT_READ = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
-_NOT_READ |= {"_is_hf_initialized", "forward"}  # a gate
+_CHECKED_ROWS = 64  # number of rows of a matrix that are checked for zeros
+_MAX_COMPARED = 4096  # maximum size of a tensor attribute that is compared by value
+_INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_number"})  # names of the layer index
+_IGNORED = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
+_IGNORED |= {"_is_hf_initialized", "forward"}  # "forward": may be a gate
 _VALUES = int | float | str | bytes | None | torch.dtype | torch.device | enum.Enum | WeightPacking
 
 
 def structure_of(layer: nn.Module) -> tuple[Any, ...]:
-    """Return all that the forward of a layer's twin depends on: equal for layers that are built alike.
+    """Return a hashable key of everything that the forward of a layer's twin depends on.
 
-    Values of weights are not part of it; of objects that are no plain values it has the ids.
+    It includes weights by layout, plain attributes by value, and other objects by identity.
     """
     modules = [*layer.modules()]
     weights = weights_of(layer)
@@ -47,33 +47,29 @@ def structure_of(layer: nn.Module) -> tuple[Any, ...]:
             return type(x), *map(value, x)
         if isinstance(x, dict):
             return dict, *((name, value(inner)) for name, inner in x.items())
-        if isinstance(x, Tensor) and x.numel() <= _FEW and not x.is_meta:
+        if isinstance(x, Tensor) and x.numel() <= _MAX_COMPARED and not x.is_meta:
             return *layout(x), *x.flatten().tolist()
         return (type(x), x) if isinstance(x, _VALUES) else id(x)
 
     def fields(owner: nn.Module | Tensor) -> Any:
-        read = {n: x for n, x in owner.__dict__.items() if n not in _NOT_READ}
-        if "expert_share" in read:  # experts that are elsewhere: each layer has one of its own
+        read = {n: x for n, x in owner.__dict__.items() if n not in _IGNORED}
+        if "expert_share" in read:  # one object per layer
             read["expert_share"] = type(read["expert_share"])
-        return value({n: "place" if _is_place(n, x) else x for n, x in read.items()})
+        return value({n: "place" if _is_index(n, x) else x for n, x in read.items()})
 
     return *map(layout, weights), *map(type, modules), *map(fields, modules)
 
 
 class Hidden:
-    """The place of a twin in its model: no number, whose methods all raise.
+    """A placeholder for a layer index, which raises TypeError when it is used."""
 
-    Attributes:
-        was_read: one of them was called, even if its caller went on.
-    """
-
-    was_read = False
+    was_read = False  # whether it was used, even if the caller caught the error
 
     def _refuse(self, *_: Any) -> Any:
         self.was_read = True
         raise TypeError("the place of a layer in its model is hidden")
 
-    __class__ = property(_refuse)  # which isinstance reads
+    __class__ = property(_refuse)  # read by isinstance
 
 
 for _name in vars(int).keys() - {"__doc__", "__getattribute__", "__new__"}:
@@ -82,61 +78,47 @@ for _name in vars(int).keys() - {"__doc__", "__getattribute__", "__new__"}:
 
 
 def twin_of(layer: nn.Module, place: Hidden | None) -> nn.Module:
-    """Return a copy of a layer with random weights where its own would hide errors (zeros, all ones).
+    """Return a copy of a layer in which weights that would hide errors (zeros, all ones) are random.
 
-    Nothing of the layer itself is changed, and its large matrices are shared.
+    The layer is not changed, and the twin shares its large matrices.
 
     Args:
-        place: in the model, in place of the layer's; None: it has the same.
+        place: placeholder for the layer index; None: the twin has the layer's own.
     """
-    twins: dict[int, nn.Module] = {}
-    parameters: dict[int, nn.Parameter | None] = {id(None): None}
+    copies: dict[int, Tensor] = {}
 
-    def of(module: nn.Module) -> nn.Module:
-        if id(module) in twins:
-            return twins[id(module)]
-        twin = twins[id(module)] = object.__new__(type(module))
-        fields = twin.__dict__
-        fields.update(module.__dict__)
-        fields.pop("forward", None)  # ours, or a gate, which would run the layer's own
-        if place is not None:
-            fields |= {name: place for name, x in fields.items() if _is_place(name, x)}
-        fields["_parameters"] = own = dict(module._parameters)
-        for name, parameter in own.items():
-            if id(parameter) not in parameters:
-                parameters[id(parameter)] = _telling(parameter, len(parameters))
-            own[name] = parameters[id(parameter)]
-        fields["_buffers"] = {
-            name: noise(tuple(x.shape), x.dtype, 1)
-            if x is not None and x.numel() == 1 and _may_be_random(x)
-            else x
-            for name, x in module._buffers.items()
-        }
-        fields["_modules"] = {
-            name: None if child is None else of(child) for name, child in module._modules.items()
-        }
-        return twin
+    def tensor_of(_: str, x: Tensor) -> Tensor:
+        if not isinstance(x, nn.Parameter):
+            single = x.numel() == 1 and _may_be_random(x)
+            return noise(tuple(x.shape), x.dtype, 1) if single else x
+        if id(x) not in copies:
+            copies[id(x)] = _randomized(x, len(copies) + 1)
+        return copies[id(x)]
 
-    return of(layer)
+    twin = copy_of(layer, tensor_of)
+    for module in () if place is None else twin.modules():
+        fields = module.__dict__
+        fields.update({name: place for name, x in fields.items() if _is_index(name, x)})
+    return twin
 
 
-def _is_place(name: str, value: Any) -> bool:
-    return name in _PLACES and type(value) is int
+def _is_index(name: str, value: Any) -> bool:
+    return name in _INDEX_NAMES and type(value) is int
 
 
 def _may_be_random(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.is_cpu
 
 
-def _telling(parameter: Any, seed: int) -> Any:
+def _randomized(parameter: Any, seed: int) -> Any:
     """Return `parameter`, or a random one if its values would hide errors."""
     if not _may_be_random(parameter) or parameter.ndim > 2:
         return parameter
     scale = 1.0
     if parameter.ndim == 2:
-        some, scale = parameter[:_MODEST], math.sqrt(max(1, parameter.shape[1]))
+        some, scale = parameter[:_CHECKED_ROWS], math.sqrt(max(1, parameter.shape[1]))
         if some.isfinite().all() and int(some.count_nonzero()) * 2 > some.numel():
             return parameter
-    made = nn.Parameter(noise(tuple(parameter.shape), parameter.dtype, seed) / scale, False)
-    made.__dict__.update(parameter.__dict__)
-    return made
+    random = nn.Parameter(noise(tuple(parameter.shape), parameter.dtype, seed) / scale, False)
+    random.__dict__.update(parameter.__dict__)
+    return random

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that a model does not use: an error, unless they are of parts that are left out."""
+"""Refuses checkpoints with tensors that the model does not use, except those of skipped parts."""
 
 from __future__ import annotations
 
@@ -9,31 +9,27 @@ from typing import Any
 from verbatim.errors import InvalidRequest, ModelError
 
 UNUSED_WEIGHTS = ("error", "ignore")
-QWENS_NUMBER = "mtp_num_hidden_layers"  # Qwen3.5's name; the layers have full attention
-# Parts of a model of images or sound, of which only the language model is opened.
+QWEN_NUM_LAYERS = "mtp_num_hidden_layers"  # Qwen3.5's config field; the layers have full attention
+# Names of the parts of a multimodal model other than the language model.
 _OTHER_PARTS = r"(^|[._])(vision|visual|audio|image|speech|mm|multi_?modal|patch)\w*\."
 
 
 def check_unused_weights(value: Any) -> str:
-    """Return the option `unused_weights`.
-
-    Raises:
-        InvalidRequest: it is another value than those allowed.
-    """
+    """Return the option `unused_weights`; raise InvalidRequest if it is not allowed."""
     if value not in UNUSED_WEIGHTS:
         raise InvalidRequest(f"unused_weights={value!r}: must be one of {UNUSED_WEIGHTS}")
     return str(value)
 
 
 def refuse_unused(source: object, module: Any, wrapper: Any, names: Iterable[Any]) -> None:
-    """Refuse a checkpoint with tensors that nothing uses, as its config may be that of another model.
+    """Refuse a checkpoint with unused tensors, as its config may be that of another model.
 
     Args:
-        names: of the tensors, but for those that transformers' class of the module lists as ignorable.
-        wrapper: the config of the checkpoint; of more than the module, if it has images or sound, too.
+        names: names of the unused tensors, except those that the module's class ignores.
+        wrapper: the checkpoint's config; for a multimodal model it differs from the module's.
 
     Raises:
-        ModelError: there are some that are neither MTP layers nor parts of another modality.
+        ModelError: a tensor belongs neither to MTP layers nor to another modality.
     """
     patterns = list(mtp_names(module.config))
     if type(wrapper) is not type(module.config):
@@ -48,9 +44,9 @@ def refuse_unused(source: object, module: Any, wrapper: Any, names: Iterable[Any
 
 
 def mtp_names(config: Any) -> tuple[str, ...]:
-    """Return patterns of the names of MTP layers in a checkpoint.
+    """Return patterns for the names of MTP layers in a checkpoint.
 
-    They are numbered after the model's own layers, or are below `mtp`, as Qwen's.
+    These layers are numbered after the model's own, or have the prefix `mtp`, as in Qwen.
     """
     config = config.get_text_config(decoder=True)
     number = mtp_number(config)
@@ -61,5 +57,5 @@ def mtp_names(config: Any) -> tuple[str, ...]:
 
 
 def mtp_number(config: Any) -> Any:
-    """Return the number of MTP layers as a text config says it."""
-    return getattr(config, "num_mtp_layers", getattr(config, QWENS_NUMBER, None))
+    """Return the number of MTP layers in a text config, unvalidated."""
+    return getattr(config, "num_mtp_layers", getattr(config, QWEN_NUM_LAYERS, None))

@@ -1,8 +1,8 @@
 """Actors: models that are called as `model(input_ids=..., attention_mask=...)` and return logits.
 
-Only the forward of such a model is known, so every step calls it with each whole row, one by one: there is
-no padding, no mask and no cache to get wrong, and a row's logits do not depend on other rows. A step costs
-as much as a prefill; hooks (`callbacks.py`) use the model's own cache.
+Only the forward of an actor is known. Every step calls it once per sequence, with all token ids, so padding,
+masks and caches are not needed, and the logits of a row do not depend on other rows. A step costs as much as
+a prefill. With hooks (`callbacks.py`), the model's own cache is used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from verbatim.placement.external import Piece, RowsDecoder
 from verbatim.placement.wrapped import device_of, modules_of
 
 LAYER_LISTS = ("h", "layers", "blocks")  # names of the list of layers
-CACHE_NAMES = ("cache", "past_key_values")  # since transformers 5.24, and before
+CACHE_NAMES = ("cache", "past_key_values")  # the argument since transformers 5.24, and before that
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class ForwardArguments:
     """The arguments of a model's forward.
 
     Attributes:
-        names: the named ones.
-        others: any other is accepted (`**kwargs`).
+        names: names of the declared parameters.
+        others: whether the forward accepts any other argument (`**kwargs`).
     """
 
     names: frozenset[str]
@@ -40,11 +40,11 @@ class ForwardArguments:
 
     @classmethod
     def of(cls, model: Any) -> ForwardArguments:
-        """Return the signature of a module's forward, or of another callable."""
+        """Return the arguments of a module's forward, or of another callable."""
         forward = model.forward if isinstance(model, nn.Module) else model
         try:
             parameters = inspect.signature(forward).parameters
-        except (TypeError, ValueError):  # written in C, or anything but a function
+        except (TypeError, ValueError):  # no signature: written in C, or not a function
             return cls(frozenset({"input_ids", "attention_mask"}), others=False)
         kinds = [p.kind for p in parameters.values()]
         return cls(frozenset(parameters), inspect.Parameter.VAR_KEYWORD in kinds)
@@ -54,16 +54,16 @@ class ForwardArguments:
 
 
 class ActorDecoder(RowsDecoder):
-    """Runs an actor, row by row.
+    """Runs an actor, one row at a time.
 
     Args:
         model: called with `input_ids` [1, L] int64, `attention_mask` of ones if its forward takes one, and
             `constants`. Returns an object or a dict with `logits` [1, T, V], of the last T positions.
-        constants: further arguments, the same at each call.
+        constants: further arguments, the same in every call.
 
     Raises:
-        UnsupportedModel: its forward takes no `input_ids`, or its vocabulary size is unknown.
-        InvalidRequest: its forward takes no argument of this name.
+        UnsupportedModel: the forward takes no `input_ids`, or the vocabulary size is unknown.
+        InvalidRequest: the forward does not take one of `constants`.
         NotSupported: a tensor among `constants`, which can't be split into rows.
     """
 
@@ -79,11 +79,11 @@ class ActorDecoder(RowsDecoder):
                 )
             if isinstance(value, Tensor):
                 raise NotSupported(
-                    f"{name} is a tensor of shape {list(value.shape)}, and rows are run one by one: pass a "
-                    "prepare_inputs_fn, which gets all rows together"
+                    f"{name} is a tensor of shape {list(value.shape)}, but rows are run one by "
+                    "one: pass a prepare_inputs_fn, which gets all rows together"
                 )
         self._constants = dict(constants)
-        if "use_cache" in self.arguments.names:  # its cache would not be used
+        if "use_cache" in self.arguments.names:  # the model need not return a cache
             self._constants.setdefault("use_cache", False)
         self._masked = "attention_mask" in self.arguments
         super().__init__(model, vocabulary_of(model, self.arguments, self._constants))
@@ -94,26 +94,28 @@ class ActorDecoder(RowsDecoder):
 
     def _row(self, piece: Piece) -> Tensor:
         width = self.spec.vocab_size
-        if not len(piece.wanted):
+        if not len(piece.logit_positions):
             return torch.empty(0, width, device=self.device)
         inputs = {**self._constants, "input_ids": piece.ids[None]}
         if self._masked:
             inputs["attention_mask"] = torch.ones_like(piece.ids)[None]
-        back = piece.wanted - len(piece.ids)  # counted from the end
-        outputs = self.held(**inputs)
-        logits = check_logits(self.held, outputs, rows=1, tokens=-int(back[0]), width=width)
-        return logits[0, back]
+        indices = piece.logit_positions - len(piece.ids)  # negative: relative to the last token
+        outputs = self.raw_module(**inputs)
+        logits = check_logits(
+            self.raw_module, outputs, rows=1, tokens=-int(indices[0]), width=width
+        )
+        return logits[0, indices]
 
 
 class StepForward:
-    """The forward of a wrapper with Megatron's `run_one_forward_step`, for one whole row.
+    """Runs a wrapper with Megatron's `run_one_forward_step` on one whole row.
 
-    `prep_model_for_inference`, `prep_inference_input` and `get_batch_for_context_window` of the wrapper are
-    called where it has them. It sees the `inference_context` that it has now.
+    Calls the wrapper's `prep_model_for_inference`, `prep_inference_input` and `get_batch_for_context_window`,
+    if it has them, with the `inference_context` that it had when this object was created.
 
     Args:
-        wrapper: its step takes `tokens` and `position_ids` [1, L] and a causal `attention_mask`
-            [1, 1, L, L], True where a position is hidden, in a dict, and returns logits [1, T, V].
+        wrapper: the wrapper. Its step takes a dict of `tokens` and `position_ids` [1, L] and a causal
+            `attention_mask` [1, 1, L, L], True at masked positions, and returns logits [1, T, V].
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -123,7 +125,7 @@ class StepForward:
 
     def __call__(self, input_ids: Tensor) -> dict[str, Any]:
         wrapper, length = self.wrapper, input_ids.shape[1]
-        outside = getattr(wrapper, "inference_context", None)
+        before = getattr(wrapper, "inference_context", None)
         wrapper.inference_context = self._context
         try:
             prepare = getattr(wrapper, "prep_model_for_inference", None)
@@ -132,32 +134,32 @@ class StepForward:
             if hasattr(wrapper, "prep_inference_input"):
                 inputs = wrapper.prep_inference_input(input_ids)
             else:
-                where = input_ids.device
-                hidden = torch.ones(1, 1, length, length, dtype=torch.bool, device=where).triu(1)
-                positions = torch.arange(length, device=where)[None]
+                device = input_ids.device
+                hidden = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+                positions = torch.arange(length, device=device)[None]
                 inputs = {"tokens": input_ids, "position_ids": positions, "attention_mask": hidden}
             if hasattr(wrapper, "get_batch_for_context_window"):
                 inputs = wrapper.get_batch_for_context_window(inputs, 0, length)
             return {"logits": wrapper.run_one_forward_step(inputs)}
         finally:
-            wrapper.inference_context = outside
+            wrapper.inference_context = before
 
 
 def check_takes_ids(model: Any) -> ForwardArguments:
-    """Check that the model's forward takes ids.
+    """Return the arguments of the model's forward, which must take `input_ids`.
 
     Raises:
-        UnsupportedModel: it can't be called, or takes no `input_ids`.
+        UnsupportedModel: the model is not callable, or takes no `input_ids`.
     """
     name = type(model).__name__
     if not callable(model):
         raise UnsupportedModel(f"{name} can't be called; an actor is called with input_ids")
-    takes = ForwardArguments.of(model)
-    if "input_ids" not in takes:
+    arguments = ForwardArguments.of(model)
+    if "input_ids" not in arguments:
         raise UnsupportedModel(
-            f"the forward of {name} takes {', '.join(sorted(takes.names)) or 'nothing'} and no input_ids"
+            f"the forward of {name} takes {', '.join(sorted(arguments.names)) or 'nothing'} and no input_ids"
         )
-    return takes
+    return arguments
 
 
 @contextmanager
@@ -177,10 +179,10 @@ def evaluating(model: Any) -> Iterator[None]:
 def run_alone(
     module: Any, call: Callable[..., Any], *args: Any, seed: int | None = None, **kwargs: Any
 ) -> Any:
-    """Call a function that runs a whole module, while no engine of this process computes.
+    """Call a function that runs a whole module, excluding the forwards of all engines in this process.
 
     Args:
-        seed: of torch's generator during the call; None leaves the generator as it is.
+        seed: seed of torch's generator during the call, which is restored afterwards; None: not seeded.
     """
     with exclusive, evaluating(module), torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
@@ -189,16 +191,16 @@ def run_alone(
 
 
 def run_layers(module: Any, hidden: Tensor, cache: Any) -> tuple[Tensor, Any]:
-    """Run hidden states `[B, T, H]` through all layers of a transformers model, by its own code.
+    """Run hidden states `[B, T, H]` through all layers of a transformers model, using its own code.
 
     Args:
-        cache: transformers' cache of earlier calls, which is extended; None at first.
+        cache: the transformers cache of earlier calls, extended in place; None in the first call.
 
     Returns:
-        The output of the last layer, in front of the final norm, and the cache.
+        The output of the last layer, before the final norm, and the cache.
 
     Raises:
-        UnsupportedModel: its layers are not found.
+        UnsupportedModel: the model has no known list of layers.
     """
     body = module.get_decoder() if hasattr(module, "get_decoder") else module.base_model
     lists = (getattr(body, name, None) for name in LAYER_LISTS)
@@ -229,14 +231,15 @@ def run_layers(module: Any, hidden: Tensor, cache: Any) -> tuple[Tensor, Any]:
 
 
 def check_logits(model: Any, outputs: Any, *, rows: int, tokens: int, width: int | None) -> Tensor:
-    """Return the logits `[rows, T, V]` in the output of a forward.
+    """Return the logits `[rows, T, V]` from the output of a forward.
 
     Args:
-        tokens: T is at least this.
-        width: V; None takes any.
+        tokens: minimum T.
+        width: expected V; None: any.
 
     Raises:
-        UnsupportedModel: there are none, or they are not floating point `[rows, T, V]` on its device.
+        UnsupportedModel: there are no logits, or they are not floating point `[rows, T, V]` on the model's
+            device.
     """
     name, logits = type(model).__name__, field_of(outputs, "logits")
     if not isinstance(logits, Tensor):
@@ -265,28 +268,28 @@ def field_of(outputs: Any, name: str) -> Any:
 
 
 def rename_cache(inputs: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
-    """Return inputs with the cache, if there is one, under the first of `CACHE_NAMES` in `names`."""
-    wanted = next((name for name in CACHE_NAMES if name in names), None)
-    if wanted is None or inputs.keys().isdisjoint(CACHE_NAMES):
+    """Return `inputs` with the cache, if any, renamed to the first of `CACHE_NAMES` that is in `names`."""
+    target = next((name for name in CACHE_NAMES if name in names), None)
+    if target is None or inputs.keys().isdisjoint(CACHE_NAMES):
         return dict(inputs)
     others = {name: value for name, value in inputs.items() if name not in CACHE_NAMES}
-    return others | {wanted: cache_of(inputs)}
+    return others | {target: cache_of(inputs)}
 
 
 def cache_of(values: Any) -> Any:
     """Return the cache among a model's inputs or outputs, or None."""
-    found = (field_of(values, name) for name in CACHE_NAMES)
-    return next((cache for cache in found if cache is not None), None)
+    caches = (field_of(values, name) for name in CACHE_NAMES)
+    return next((cache for cache in caches if cache is not None), None)
 
 
-def vocabulary_of(model: Any, takes: ForwardArguments, inputs: Mapping[str, Any]) -> int:
-    """Return the vocabulary size: from its config, else from a forward of one token.
+def vocabulary_of(model: Any, arguments: ForwardArguments, inputs: Mapping[str, Any]) -> int:
+    """Return the vocabulary size from the model's config, else from a forward of one token.
 
     Args:
         inputs: further arguments of that forward.
 
     Raises:
-        UnsupportedModel: neither works.
+        UnsupportedModel: the config has no size, and the forward fails.
     """
     config: Any = getattr(model, "config", None)
     if callable(nested := getattr(config, "get_text_config", None)):
@@ -296,7 +299,7 @@ def vocabulary_of(model: Any, takes: ForwardArguments, inputs: Mapping[str, Any]
         return size
     ids = torch.zeros(1, 1, dtype=torch.int64, device=device_of(model))
     inputs = {**inputs, "input_ids": ids}
-    if "attention_mask" in takes:
+    if "attention_mask" in arguments:
         inputs["attention_mask"] = torch.ones_like(ids)
     try:
         with exclusive, torch.inference_mode(False), torch.no_grad(), evaluating(model):
@@ -311,7 +314,7 @@ def vocabulary_of(model: Any, takes: ForwardArguments, inputs: Mapping[str, Any]
 
 
 def limit_of(model: Any) -> tuple[int | None, str]:
-    """Return the length limit of the transformers model in `model`, and its source; None if unlimited."""
+    """Return the length limit of the transformers model inside `model` (None: unlimited), and its source."""
     from transformers import PreTrainedModel
 
     for module in modules_of(model):

@@ -1,8 +1,7 @@
-"""Models that are called through the caller's own hooks, all rows together.
+"""Runs models through the caller's hooks, with all rows in one batch.
 
-`prepare_inputs_fn` makes the model's inputs from the ids so far, `update_model_kwargs_fn` the arguments of
-the next step. They are written for one padded batch, so they get one: `[B, L]` ids, padded on the left;
-rows continue with pads once they have ended.
+`prepare_inputs_fn` returns the model's inputs for the ids so far, `update_model_kwargs_fn` the arguments of
+the next step. Both receive one batch of ids, `[B, L]`, padded on the left. Ended rows continue with pad ids.
 """
 
 from __future__ import annotations
@@ -29,32 +28,32 @@ from verbatim.placement.actor import (
 from verbatim.placement.external import Piece, RowsDecoder
 from verbatim.placement.wrapped import device_of, modules_of
 
-# Without a prepare_inputs_fn each forward is over all ids, so a cache would count them twice.
+# Left out without a prepare_inputs_fn: every forward then receives all ids, which a cache would duplicate.
 _CACHES = frozenset({*CACHE_NAMES, "past", "mems", "cache_params", "cache_position"})
-# Inputs with a column for each of the ids: position_ids, token_type_ids, mm_token_type_ids.
-_BESIDE = ("input_ids", "position_ids", "token_type_ids", "cache_position")
+# Suffixes of inputs with one column per id, such as position_ids and mm_token_type_ids.
+_PER_TOKEN = ("input_ids", "position_ids", "token_type_ids", "cache_position")
 
 
 class CallbackDecoder(RowsDecoder):
-    """Runs one batch of rows, from its prompts to its end; the engine must run no other.
+    """Runs one batch of rows from the prompts to the end. The engine must not run any other sequences.
 
-    `model_kwargs` always has an `attention_mask` as wide as the ids: if `update` omits it or does not widen
-    it, it is widened here. Ids that are in a transformers cache already are not passed on.
+    `model_kwargs` always has an `attention_mask` as wide as the ids: if `update` omits it or does not extend
+    it, it is extended here. Ids that are already in a transformers cache are removed from the inputs.
 
     Args:
-        prepare: `f(input_ids, past=past, **model_kwargs)` returns the model's inputs; `past` is None at
-            first, then the cache in the outputs, or `outputs.mems`. None passes all ids at each step, and
-            the `model_kwargs` that the forward names.
-        update: `f(outputs, model_kwargs)` returns the next `model_kwargs`; None keeps them.
+        prepare: `f(input_ids, past=past, **model_kwargs)` returns the model's inputs; `past` is None in the
+            first step, later the cache of the last outputs, or `outputs.mems`. None: every step passes all
+            ids, and the `model_kwargs` that the forward declares.
+        update: `f(outputs, model_kwargs)` returns the next `model_kwargs`; None: they stay the same.
         input_ids: `[B, P]` int64, padded on the left.
         attention_mask: `[B, P]`, 0 on padding.
         model_kwargs: further arguments of the hooks.
-        pad_token_id: continues a row after its end.
+        pad_token_id: id that fills a row after its end.
 
     Raises:
-        InvalidRequest: `model_kwargs` has an argument that the hooks get anyway, or a pad is outside of
-            the vocabulary.
-        UnsupportedModel: as for an `ActorDecoder`; a `prepare` of the caller need not pass `input_ids`.
+        InvalidRequest: `model_kwargs` has `input_ids` or `past`, or an id of a prompt or its padding is
+            outside the vocabulary.
+        UnsupportedModel: as for an `ActorDecoder`; with a `prepare`, the forward need not take `input_ids`.
     """
 
     placement = "callbacks"
@@ -71,19 +70,19 @@ class CallbackDecoder(RowsDecoder):
     ) -> None:
         for name in ("input_ids", "past"):
             if name in model_kwargs:
-                raise InvalidRequest(f"{name} is what the hooks are handed anyway; leave it out")
+                raise InvalidRequest(f"the hooks always receive {name}; leave it out")
         self.arguments = check_takes_ids(model) if prepare is None else ForwardArguments.of(model)
         self._prepare_inputs, self._update = prepare, update
         input_ids, attention_mask = (x.to(device_of(model)) for x in (input_ids, attention_mask))
         self._prompts, self._prompt_mask = input_ids, attention_mask
-        self._given = dict(model_kwargs)
+        self._model_kwargs = dict(model_kwargs)
         self._pad = pad_token_id
         self._names = _argument_names(model, self.arguments)
-        # The row of each running sequence, by its first slot, and the column in which a row begins.
+        # The row of each running sequence, by its first slot, and the first column of each row.
         self._rows: dict[int, int] = {}
         self._starts: dict[int, int] = {}
-        # The rows of the last forward's logits, and the tokens drawn from them: the next forward only
-        # brings the tokens of rows that continue.
+        # The rows of the last forward's logits, and the token drawn for each row: the next forward has no
+        # piece for a row that ends with its token.
         self._drawing: list[int] = []
         self._drawn: dict[int, int] = {}
         self._seen = [row[mask.bool()] for row, mask in zip(input_ids, attention_mask, strict=True)]
@@ -91,42 +90,42 @@ class CallbackDecoder(RowsDecoder):
         self._past: Any = None
         self._kwargs: dict[str, Any] = {}
         super().__init__(model, vocabulary_of(model, self.arguments, {}))
-        # Padding is masked, but its embeddings are looked up.
-        fed = [
-            input_ids.flatten(),
-            input_ids.new_tensor([pad_token_id] * (len(input_ids) > 1)),
-        ]
+        # Padding is masked in attention, but the embedding layer reads it.
+        used = [input_ids.flatten(), input_ids.new_tensor([pad_token_id] * (len(input_ids) > 1))]
         last = self.spec.vocab_size - 1
-        for token in torch.cat(fed).unique().tolist():
+        for token in torch.cat(used).unique().tolist():
             if not 0 <= token <= last:
                 raise InvalidRequest(
-                    f"id {token} is outside 0 to {last}, and hooks hand the model padding as "
-                    "well; give pads an id of the vocabulary (pad_token_id=)"
+                    f"id {token} is outside 0 to {last}, and hooks pass padding to the model as "
+                    "well; set pad_token_id= to an id of the vocabulary"
                 )
 
     def run_rows(self, pieces: list[Piece]) -> list[Tensor]:
-        drawn = [piece for piece in pieces if len(piece.wanted)]
+        drawn = [piece for piece in pieces if len(piece.logit_positions)]
         if not drawn:
             empty = torch.empty(0, self.spec.vocab_size, device=self.device)
             return [empty for _ in pieces]
-        if self._go_on(drawn):
+        if self._append(drawn):
             rows = [self._rows[int(piece.slots[0])] for piece in drawn]
         else:
-            rows = self._begin(drawn)
+            rows = self._restart(drawn)
         for row, piece in zip(rows, drawn, strict=True):
             self._seen[row] = piece.ids
         self._drawing, self._drawn = rows, {}
         with evaluating(self.module):
             logits = self._step()
         row_of_piece = iter(rows)
-        return [logits[next(row_of_piece), None] if len(p.wanted) else logits[:0] for p in pieces]
+        return [
+            logits[next(row_of_piece), None] if len(p.logit_positions) else logits[:0]
+            for p in pieces
+        ]
 
-    def drawn(self, plan: SamplePlan, ids: list[int]) -> None:
-        places = range(len(plan.rows)) if plan.logits_rows is None else plan.logits_rows
-        self._drawn = {self._drawing[at]: i for at, i in zip(places, ids, strict=True)}
+    def on_drawn(self, plan: SamplePlan, ids: list[int]) -> None:
+        logit_rows = range(len(plan.rows)) if plan.logits_rows is None else plan.logits_rows
+        self._drawn = {self._drawing[at]: i for at, i in zip(logit_rows, ids, strict=True)}
 
-    def _go_on(self, pieces: list[Piece]) -> bool:
-        """Add a column and return True if every piece is a known row with one more token."""
+    def _append(self, pieces: list[Piece]) -> bool:
+        """Append a column and return True if every piece is a known row with one more token."""
         column = self._prompts.new_full((len(self._seen), 1), self._pad)
         for ended, token in self._drawn.items():
             column[ended] = max(token, 0)  # -1: nothing could be drawn
@@ -135,14 +134,14 @@ class CallbackDecoder(RowsDecoder):
             if row is None or not torch.equal(piece.ids[:-1], self._seen[row]):
                 return False
             if self._starts[row] + len(piece.ids) - 1 != self._tokens.shape[1]:
-                return False  # it missed a step
+                return False  # the row was not part of the last step
             column[row] = piece.ids[-1]
         self._tokens = torch.cat([self._tokens, column], dim=1)
-        self._mask = _grown(self._mask)
+        self._mask = _extended(self._mask)
         return True
 
-    def _begin(self, pieces: list[Piece]) -> list[int]:
-        """Start from the ids, at first or when rows are recomputed; return the row of each piece."""
+    def _restart(self, pieces: list[Piece]) -> list[int]:
+        """Rebuild the batch from the ids of `pieces`, without a cache; return each piece's row."""
         rows = self._match(pieces)
         padding = (self._prompt_mask == 0).sum(dim=1).tolist()
         width = max(padding[row] + len(p.ids) for row, p in zip(rows, pieces, strict=True))
@@ -150,33 +149,33 @@ class CallbackDecoder(RowsDecoder):
         if width > self._prompts.shape[1] or len(pieces) < len(self._seen):
             self._tokens = self._prompts.new_full((len(self._seen), width), self._pad)
             self._mask = self._prompt_mask.new_zeros(len(self._seen), width)
-            self._mask[:, -1] = 1  # rows that have ended attend to something, too
+            self._mask[:, -1] = 1  # an ended row must attend to at least one position
             for row, piece in zip(rows, pieces, strict=True):
                 self._tokens[row, -len(piece.ids) :] = piece.ids
                 self._mask[row, -len(piece.ids) :] = 1
         self._past = None
-        self._kwargs = {**self._given, "attention_mask": self._mask}
+        self._kwargs = {**self._model_kwargs, "attention_mask": self._mask}
         self._rows = {int(p.slots[0]): row for row, p in zip(rows, pieces, strict=True)}
         self._starts = {row: width - len(p.ids) for row, p in zip(rows, pieces, strict=True)}
         return rows
 
     def _match(self, pieces: list[Piece]) -> list[int]:
-        """Return the row of each piece: the first unused one with its ids, or with all but the last."""
+        """Return the row of each piece: the first unused row with its ids, or with all but its last id."""
         rows: list[int] = []
-        left = list(range(len(self._seen)))
+        unused = list(range(len(self._seen)))
         for piece in pieces:
             seen = (piece.ids.tolist(), piece.ids[:-1].tolist())
-            row = next((row for row in left if self._seen[row].tolist() in seen), None)
+            row = next((row for row in unused if self._seen[row].tolist() in seen), None)
             if row is None:
                 raise InvalidRequest(
-                    "the prompt is none of the rows that the hooks were opened for"
+                    "the prompt does not match any row of the batch given with the hooks"
                 )
             rows.append(row)
-            left.remove(row)
+            unused.remove(row)
         return rows
 
     def _step(self) -> Tensor:
-        """Run one step as those loops do; return logits `[B, V]` of the last column."""
+        """Run one step with the hooks; return the logits `[B, V]` of the last column."""
         if self._kwargs.get("attention_mask") is None:
             self._kwargs = {**self._kwargs, "attention_mask": self._mask}
         inputs = self._with_positions(self._uncached(self._inputs()))
@@ -201,43 +200,43 @@ class CallbackDecoder(RowsDecoder):
             return {**named, "input_ids": ids}
         kwargs = rename_cache(kwargs, ForwardArguments.of(prepare).names)
         inputs = _as_dict("prepare_inputs_fn", prepare(ids, past=self._past, **kwargs))
-        if "past" not in self.arguments:  # transformers' own method passes on unknown arguments
+        if "past" not in self.arguments:  # transformers' own method returns unknown arguments
             inputs.pop("past", None)
         return rename_cache(inputs, self._names)
 
     def _uncached(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return inputs with only the columns that the cache lacks, as transformers 5 expects."""
+        """Return `inputs` without the columns that are already in the cache, as transformers 5 expects."""
         ids: Any = inputs.get("input_ids")
         mask: Any = inputs.get("attention_mask")
         cache: Any = cache_of(inputs)
-        # Any other kind of cache is the caller's own, and so is what goes with it.
-        held = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
-        if not held or not isinstance(ids, Tensor) or ids.dim() != 2:
+        # With any other kind of cache, the caller's hooks choose the columns.
+        cached = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
+        if not cached or not isinstance(ids, Tensor) or ids.dim() != 2:
             return inputs
-        # A wider mask means a prefix that was in the cache before the first id.
+        # A mask wider than the ids covers a prefix that was cached before the first id.
         flat = isinstance(mask, Tensor) and mask.dim() == 2
         total, width = (mask if flat else self._tokens).shape[1], ids.shape[1]
-        lacking = total - held
-        if not 0 < lacking <= width:
+        uncached = total - cached
+        if not 0 < uncached <= width:
             raise RequestFailed(
-                f"prepare_inputs_fn returned a cache of {held} tokens and {width} input_ids for {total} "
+                f"prepare_inputs_fn returned a cache of {cached} tokens and {width} input_ids for {total} "
                 "tokens in all; the input_ids must be those that the cache lacks, or all"
             )
-        if lacking == width:
+        if uncached == width:
             return inputs
         if mask is not None and not flat:
             raise RequestFailed(
-                f"prepare_inputs_fn returned a cache of {held} tokens, all {width} input_ids and a mask "
+                f"prepare_inputs_fn returned a cache of {cached} tokens, all {width} input_ids and a mask "
                 "that is made for all of them; return an attention_mask [B, L], or the input_ids that the "
                 "cache lacks"
             )
         for name, value in inputs.items():
             if (
-                name.endswith(_BESIDE)
+                name.endswith(_PER_TOKEN)
                 and isinstance(value, Tensor)
                 and value.shape[-1:] == (width,)
             ):
-                inputs[name] = value[..., -lacking:]
+                inputs[name] = value[..., -uncached:]
         return inputs
 
     def _updated(self, outputs: Any) -> dict[str, Any]:
@@ -246,32 +245,32 @@ class CallbackDecoder(RowsDecoder):
             kwargs = _as_dict("update_model_kwargs_fn", self._update(outputs, kwargs))
         mask = kwargs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape == self._tokens.shape:
-            kwargs = {**kwargs, "attention_mask": _grown(mask)}
+            kwargs = {**kwargs, "attention_mask": _extended(mask)}
         return kwargs
 
     def _with_positions(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return inputs with the mask's positions; by default, models count leading pads as tokens."""
+        """Return `inputs` with positions that skip padding; by default, models count leading pads, too."""
         mask = inputs.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.shape != self._tokens.shape:
             return inputs
-        ids, given = inputs.get("input_ids"), inputs.get("position_ids")
+        ids, passed = inputs.get("input_ids"), inputs.get("position_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2:
             return inputs
         positions = positions_of(mask)[:, mask.shape[1] - ids.shape[1] :]
         if "position_ids" in self._names:
-            return {**inputs, "position_ids": positions if given is None else given}
-        if isinstance(given, Tensor) and torch.equal(given, positions):
-            # They follow from the mask, and this model takes the mask alone.
+            return {**inputs, "position_ids": positions if passed is None else passed}
+        if isinstance(passed, Tensor) and torch.equal(passed, positions):
+            # The model takes no position_ids, and computes the same ones from the mask.
             return {name: value for name, value in inputs.items() if name != "position_ids"}
         return inputs
 
 
 def positions_of(mask: Tensor) -> Tensor:
-    """Return each token's position in its own row, `[B, L]` int64; 0 on the padding before it."""
+    """Return the position of each token in its row, `[B, L]` int64; 0 for the padding before it."""
     return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
 
 
-def _grown(mask: Tensor) -> Tensor:
+def _extended(mask: Tensor) -> Tensor:
     return torch.cat([mask, mask.new_ones(mask.shape[0], 1)], dim=1)
 
 
@@ -281,12 +280,12 @@ def _as_dict(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _argument_names(model: Any, takes: ForwardArguments) -> frozenset[str]:
-    """Return the arguments that a model names; of a wrapper with `**kwargs`, also the inner model's."""
+def _argument_names(model: Any, arguments: ForwardArguments) -> frozenset[str]:
+    """Return the arguments of a model's forward; for a wrapper with `**kwargs`, also its inner model's."""
     from transformers import PreTrainedModel
 
-    if not takes.others:
-        return takes.names
+    if not arguments.others:
+        return arguments.names
     layers = (layer for module in modules_of(model) for layer in module.modules())
     inner = next((layer for layer in layers if isinstance(layer, PreTrainedModel)), None)
-    return takes.names if inner is None else takes.names | ForwardArguments.of(inner).names
+    return arguments.names if inner is None else arguments.names | ForwardArguments.of(inner).names

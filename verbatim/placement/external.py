@@ -1,8 +1,8 @@
-"""Decoders of external modules: those with another protocol than transformers'.
+"""Decoders of external modules: modules that do not follow the protocol of transformers.
 
-Their forward can't run flat batches: it takes whole rows, or keeps K and V in its own kind of cache. For a
-module that takes whole rows, the engine's blocks hold the ids of every sequence in the place of K and V, so
-that any other state may be dropped at any time and recomputed from the ids.
+Their forward can't run flat batches: it takes whole rows, or has its own kind of KV cache. For a module that
+takes whole rows, the engine's blocks hold the token ids of every sequence instead of K and V. All other state
+can be dropped at any time and recomputed from the ids.
 """
 
 from __future__ import annotations
@@ -29,48 +29,48 @@ from verbatim.placement.resident import Resident
 from verbatim.placement.wrapped import device_of
 from verbatim.protocols import Forward
 
-_ID = LayerShape(1, 1, 0)  # a token's id, in a store of int64 keys without values
+_ID = LayerShape(1, 1, 0)  # one token id, stored as an int64 key without a value
 
 
 class Piece(NamedTuple):
     """The rows of one sequence in a forward.
 
     Attributes:
-        ids: int64, the ids `[L - start]` of the new positions; for a module that takes whole rows `[L]`, all.
-        start: the first new position.
-        slots: `[L]` int64, the slot of each position (block times block size plus offset).
-        wanted: int64, ascending: positions with needed logits; often the last alone, and none if a prompt
-            is cut in the middle.
+        ids: token ids of the new positions, `[L - start]` int64; with `run_rows`, of all positions, `[L]`.
+        start: first new position.
+        slots: slot of each position (block * block size + offset), `[L]` int64.
+        logit_positions: positions with needed logits, int64, ascending: usually only the last one; none if
+            a prompt chunk ends before the end of the prompt.
     """
 
     ids: Tensor
     start: int
     slots: Tensor
-    wanted: Tensor
+    logit_positions: Tensor
 
 
 def pieces_of(batch: Batch, block_size: int) -> list[Piece]:
-    """Return the rows of each sequence of a batch, with the new ids."""
+    """Return the piece of each sequence of a batch, with the ids of the new positions."""
     pieces, bounds = [], batch.query_starts.tolist()
     for s, length in enumerate(batch.context_lens.tolist()):
         first, end = bounds[s], bounds[s + 1]
-        at = torch.arange(length, device=batch.block_tables.device)
+        pos = torch.arange(length, device=batch.block_tables.device)
         start = length - (end - first)
-        slots = batch.block_tables[s].long()[at // block_size] * block_size + at % block_size
+        slots = batch.block_tables[s].long()[pos // block_size] * block_size + pos % block_size
         rows = batch.logit_rows
-        wanted = rows[(rows >= first) & (rows < end)] - first + start
-        pieces.append(Piece(batch.token_ids[first:end], start, slots, wanted))
+        logit_positions = rows[(rows >= first) & (rows < end)] - first + start
+        pieces.append(Piece(batch.token_ids[first:end], start, slots, logit_positions))
     return pieces
 
 
 class ExternalDecoder(Decoder):
-    """Runs a module by `rows`, which a subclass overrides; nothing is inspected, patched or fused.
+    """Runs a module in `rows`, which a subclass overrides; the module is not inspected, patched or fused.
 
     Args:
         module: a `torch.nn.Module`, or any callable.
-        vocab_size: width of its logits.
-        layers: the store's K and V for each token.
-        weak: hold the module only weakly.
+        vocab_size: width of the logits.
+        layers: shapes of the KV store's layers.
+        weak: whether only a weak reference to the module is held.
     """
 
     fused = None
@@ -94,22 +94,22 @@ class ExternalDecoder(Decoder):
 
     @property
     def architecture(self) -> str:
-        return type(self.held).__name__
+        return type(self.raw_module).__name__
 
     @property
     def module(self) -> Any:
-        return self.held
+        return self.raw_module
 
     @property
     def owner(self) -> nn.Module:
-        module: Any = self.held
+        module: Any = self.raw_module
         return module if isinstance(module, nn.Module) else nn.Module()
 
     def refresh(self) -> None:
         """Do nothing: the module's own forward is called each time."""
 
     def weights_moved(self) -> None:
-        """Do nothing: no address is kept."""
+        """Do nothing: no addresses of weights are stored."""
 
     def how_experts_run(self) -> dict[str, int]:
         return {}
@@ -134,16 +134,16 @@ class ExternalDecoder(Decoder):
             return Forward(torch.cat(rows).detach())
 
     def rows(self, pieces: list[Piece], store: KVStore) -> list[Tensor]:
-        """Return the logits `[len(wanted), V]` of each piece, in any floating dtype."""
+        """Return the logits `[len(logit_positions), V]` of each piece, in any floating dtype."""
         raise NotImplementedError
 
 
 class RowsDecoder(ExternalDecoder):
-    """Runs a module on whole rows by `run_rows`, which a subclass overrides.
+    """Runs a module on whole rows in `run_rows`, which a subclass overrides.
 
     Attributes:
-        placement: of `info`.
-        device: of the module, and of the ids.
+        placement: the value for `Runner.info`.
+        device: the device of the module and of the ids.
     """
 
     placement = "external"
@@ -159,27 +159,27 @@ class RowsDecoder(ExternalDecoder):
         return self.run_rows([piece._replace(ids=ids[piece.slots]) for piece in pieces])
 
     def run_rows(self, pieces: list[Piece]) -> list[Tensor]:
-        """Return the result of `rows`; the `ids` of each piece are its whole row."""
+        """Return the result of `rows` for pieces with the `ids` of all positions."""
         raise NotImplementedError
 
-    def drawn(self, plan: SamplePlan, ids: list[int]) -> None:
-        """Note the ids that were drawn from the logits of the last forward."""
+    def on_drawn(self, plan: SamplePlan, ids: list[int]) -> None:
+        """Receive the ids drawn from the logits of the last forward."""
 
 
 class RowsRunner(Resident):
-    """A `Resident` with the ids of sequences in the place of K and V.
+    """A `Resident` that stores the token ids of sequences instead of K and V.
 
     Args:
-        num_blocks: blocks of ids, scratch included.
+        num_blocks: number of blocks of ids, including the scratch block.
     """
 
     def __init__(self, decoder: RowsDecoder, *, block_size: int, num_blocks: int) -> None:
         store = KVStore([_ID], num_blocks, block_size, torch.int64, decoder.device)
         super().__init__(decoder, store, None)
         self.placement: Mapping[str, Any] = {"placement": decoder.placement}
-        self._drawn = decoder.drawn
+        self._on_drawn = decoder.on_drawn
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
         draws = super().sample(forward, plan)
-        self._drawn(plan, [draw.id for draw in draws])
+        self._on_drawn(plan, [draw.id for draw in draws])
         return draws

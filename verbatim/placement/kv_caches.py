@@ -1,9 +1,9 @@
-"""Modules that are called as `model(tokens, kv_caches=[...])`, as KempnerForge's are.
+"""Modules that are called as `model(tokens, kv_caches=[...])`, as in KempnerForge.
 
-Where a module is KempnerForge's own, its parameters are run by the equivalent transformers architecture
-(`model/kempner/live.py`). Any other runs by its own forward, one token of one sequence at a time, on one
-thread: slow, but with the same logits in every schedule. Its K and V are in the engine's own blocks, so
-prefix reuse, eviction, forks and beams work as for any model.
+KempnerForge's own modules run through the equivalent transformers architecture, with their own parameters
+(`model/kempner/live.py`). Any other module runs through its own forward, one token of one sequence at a time,
+on one thread: slow, but its logits do not depend on the schedule. K and V are stored in the engine's blocks,
+so prefix reuse, eviction, forks and beam search work as for any model.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from verbatim.errors import ModelChanged, NotSupported, UnsupportedModel
-from verbatim.kernels.options import Packing
+from verbatim.kernels.packing import Packing
 from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.decoder import Decoder
 from verbatim.model.differential import largest_error, tolerance
+from verbatim.model.fingerprint import Tree
 from verbatim.model.kempner.live import LiveDecoder, skeleton_of
 from verbatim.model.loader import LoadedModel
 from verbatim.model.patching import exclusive, patched
 from verbatim.model.products import threads
-from verbatim.model.tree import Tree
 from verbatim.options import dtype_name, on_cpu
 from verbatim.placement.external import ExternalDecoder, Piece
 from verbatim.placement.options import EngineOptions
@@ -38,11 +38,11 @@ from verbatim.placement.wrapped import device_of
 
 _FIELDS = ("n_layers", "n_kv_heads", "head_dim", "max_seq_len")
 _TRIAL_TOKENS = 5
-_ATTENTION = F.scaled_dot_product_attention  # torch's own, whatever is put in its place later
+_ATTENTION = F.scaled_dot_product_attention  # torch's original, in case it is patched
 
 
-def speaks_kv_caches(module: nn.Module) -> bool:
-    """Return whether `module` takes `kv_caches`, and its config has their shape."""
+def takes_kv_caches(module: nn.Module) -> bool:
+    """Return whether `module` takes `kv_caches`, and its config has the fields that give their shape."""
     config: Any = getattr(module, "config", None)
     if not all(hasattr(config, field) for field in _FIELDS):
         return False
@@ -52,14 +52,14 @@ def speaks_kv_caches(module: nn.Module) -> bool:
 def open_kv_caches(
     loaded: LoadedModel, options: EngineOptions, max_length: int | None, *, weak: bool
 ) -> Resident:
-    """Return a runner for a live module, held weakly if `weak`.
+    """Return a runner for a live module, which is held by a weak reference if `weak`.
 
     Args:
-        max_length: prompt and completion together, in tokens.
+        max_length: maximum tokens of prompt and completion together.
 
     Raises:
-        UnsupportedModel: it violates the protocol, or its logits depend on later tokens or are random.
-        NotSupported: a `kv_dtype` that is not the module's own, where its own forward is run.
+        UnsupportedModel: the module violates the protocol, or its logits are random or not causal.
+        NotSupported: `kv_dtype` is not the module's dtype, and the module runs through its own forward.
         OutOfBlocks: the memory does not hold one block.
     """
     module = loaded.module
@@ -74,29 +74,25 @@ def open_kv_caches(
             )
         else:
             _check_kv_dtype(options.kv_dtype, dtype)
-            decoder = TokenDecoder(module, _try_out(module), layers, weak=weak)
+            decoder = TokenDecoder(module, _trial_run(module), layers, weak=weak)
         runner = open_resident(decoder, loaded, options, max_length)
         rows = "one at a time" if skeleton is None else "together"
         runner.placement = {"placement": "kv_caches", "rows": rows}
         return runner
 
 
-def _check_kv_dtype(wanted: Any, own: torch.dtype) -> None:
-    if wanted is None or wanted == own:
+def _check_kv_dtype(kv_dtype: Any, module_dtype: torch.dtype) -> None:
+    if kv_dtype is None or kv_dtype == module_dtype:
         return
-    name = wanted.name if isinstance(wanted, Packing) else dtype_name(wanted)
+    name = kv_dtype.name if isinstance(kv_dtype, Packing) else dtype_name(kv_dtype)
     raise NotSupported(
-        f"kv_dtype={name!r}: this module attends by itself, to K and V in its own dtype; leave it at "
-        f"'auto', which is {dtype_name(own)}"
+        f"kv_dtype={name!r}: this module computes attention itself, on K and V in its own dtype; "
+        f"leave it at 'auto', which is {dtype_name(module_dtype)}"
     )
 
 
 def _shape_of(module: nn.Module) -> tuple[list[LayerShape], torch.dtype, int]:
-    """Return the shape of each layer's cache, their dtype, that of the first parameter, and `max_seq_len`.
-
-    Raises:
-        UnsupportedModel: a field of `module.config` is not a positive integer.
-    """
+    """Check the config; return each layer's cache shape, the parameters' float dtype, and `max_seq_len`."""
     config: Any = module.config
     for field in _FIELDS:
         value = getattr(config, field)
@@ -110,12 +106,12 @@ def _shape_of(module: nn.Module) -> tuple[list[LayerShape], torch.dtype, int]:
 
 
 class BlockCache:
-    """One layer's cache as a module sees it, backed by a `KVStore`.
+    """A layer's cache as passed to a module, backed by a `KVStore`.
 
     Args:
-        layer: of the store.
-        slots: `[B, L]` int64, the slot of each position of each row.
-        seq_len: positions in use.
+        layer: layer number in the store.
+        slots: slot of each position of each row, `[B, L]` int64.
+        seq_len: number of positions already stored.
     """
 
     def __init__(self, store: KVStore, layer: int, slots: Tensor, seq_len: int) -> None:
@@ -125,10 +121,10 @@ class BlockCache:
         self._slots = slots
 
     def update(self, k_new: Tensor, v_new: Tensor) -> tuple[Tensor, Tensor]:
-        """Append `[B, Hkv, T, D]` each; return all K and V, `[B, Hkv, seq_len, D]` each.
+        """Append K and V, `[B, Hkv, T, D]` each; return all K and V, `[B, Hkv, seq_len, D]` each.
 
         Raises:
-            UnsupportedModel: shapes that contradict the module's config.
+            UnsupportedModel: the shapes contradict the module's config.
         """
         rows, length = self._slots.shape
         head = self._store.layer(self._layer)[0]
@@ -161,7 +157,7 @@ class BlockCache:
 
 
 class TokenDecoder(ExternalDecoder):
-    """Runs the own forward of a `kv_caches` module on the engine's blocks, token by token."""
+    """Runs the forward of a `kv_caches` module token by token, with K and V in the engine's blocks."""
 
     def __init__(
         self, module: nn.Module, vocab_size: int, layers: list[LayerShape], *, weak: bool
@@ -170,30 +166,30 @@ class TokenDecoder(ExternalDecoder):
         self._shape, self._tree = _shape_of(module), Tree(module)
 
     def refresh(self) -> None:
-        """Try the module out again if it was edited.
+        """Repeat the trial run of the module if it was edited.
 
         Raises:
-            ModelChanged: its layers, their K and V or its `max_seq_len` changed.
+            ModelChanged: the shape of the cache, the vocabulary size or `max_seq_len` changed.
         """
         with exclusive, on_cpu():
-            module = self.held
+            module = self.raw_module
             if _shape_of(module) != self._shape:
                 raise ModelChanged(
                     "the model's layers or its max_seq_len changed since it was opened; open it again"
                 )
             if not self._tree.unchanged():
-                now = Tree(module)
-                self._check_width(_try_out(module))
-                self._tree = now
+                tree = Tree(module)
+                self._check_vocab(_trial_run(module))
+                self._tree = tree
 
     def rows(self, pieces: list[Piece], store: KVStore) -> list[Tensor]:
         self.refresh()
-        with _prepared(self.held, hooks=True):
-            logits = [_run_alone(self.held, store, piece) for piece in pieces]
-        self._check_width(logits[0].shape[-1])
+        with _prepared(self.raw_module, hooks=True):
+            logits = [_run_alone(self.raw_module, store, piece) for piece in pieces]
+        self._check_vocab(logits[0].shape[-1])
         return logits
 
-    def _check_width(self, width: int) -> None:
+    def _check_vocab(self, width: int) -> None:
         if width != self.spec.vocab_size:
             raise ModelChanged(
                 f"the model's vocabulary changed from {self.spec.vocab_size} to {width} since it was "
@@ -212,71 +208,75 @@ def _call(module: nn.Module, store: KVStore, ids: Tensor, slots: Tensor, start: 
     """Run one forward of `module`; return its logits `[B, T, V]`.
 
     Args:
-        ids: `[B, T]`. slots: `[B, start + T]`.
+        ids: `[B, T]` token ids.
+        slots: `[B, start + T]`, the slot of each position.
 
     Raises:
-        UnsupportedModel: it violates the protocol.
+        UnsupportedModel: the module violates the protocol.
     """
     caches = [BlockCache(store, layer, slots, start) for layer in range(len(store.shapes))]
     logits = module(ids, kv_caches=caches)
     if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != ids.shape:
-        found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        returned = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise UnsupportedModel(
-            f"it returns {found} for tokens {list(ids.shape)}; logits [B, T, V] are needed"
+            f"it returns {returned} for tokens {list(ids.shape)}; logits [B, T, V] are needed"
         )
     for layer, cache in enumerate(caches):
         if cache.seq_len != slots.shape[1]:
-            raise UnsupportedModel(f"it leaves the cache of layer {layer} without its new rows")
+            raise UnsupportedModel(
+                f"it did not append the new K and V to the cache of layer {layer}"
+            )
     return logits.detach()
 
 
 def _run_alone(module: nn.Module, store: KVStore, piece: Piece) -> Tensor:
-    """Run one sequence, one token at a time, on one thread; return logits `[len(wanted), V]`."""
-    slots, wanted = piece.slots[None], set(piece.wanted.tolist())
+    """Run one sequence token by token, on one thread; return logits `[len(logit_positions), V]`."""
+    slots, positions = piece.slots[None], set(piece.logit_positions.tolist())
     rows: list[Tensor] = []
     with threads(1):
         for p, token in enumerate(piece.ids.split(1), start=piece.start):
             row = _call(module, store, token[None], slots[:, : p + 1], p)[0]
-            rows += [row] if p in wanted else [row[:0]]
+            rows += [row] if p in positions else [row[:0]]
     return torch.cat(rows)
 
 
-def _try_out(module: nn.Module) -> int:
-    """Check a module on two short sequences that differ in their last token; return its vocabulary size.
+def _trial_run(module: nn.Module) -> int:
+    """Run a module on two short sequences that differ in the last token; return its vocabulary size.
 
-    Hooks do not run, as no caller asked for these forwards, and torch's generators keep their states.
-    Warns of a module whose logits depend on how many tokens run together.
+    Hooks do not run, as the caller did not request these forwards, and torch's generators are restored. Warns
+    if the logits depend on how many tokens run in one forward.
 
     Raises:
-        UnsupportedModel: its logits depend on later tokens, differ between calls, or are not `[B, T, V]`.
+        UnsupportedModel: the logits depend on later tokens, differ between calls, or are not `[B, T, V]`.
     """
     name, config = type(module).__name__, module.config
     layers, dtype, max_seq_len = _shape_of(module)
     size = getattr(config, "vocab_size", None)
-    size = size if isinstance(size, int) and size > 0 else 2  # ids 0 and 1 are there anyway
+    size = size if isinstance(size, int) and size > 0 else 2  # any vocabulary has ids 0 and 1
     length, device = min(_TRIAL_TOKENS, max_seq_len), device_of(module)
-    at = torch.arange(length, device=device)
-    ids = torch.stack([at * 37, at * 37 + (at == length - 1)]) % size
-    slots = at + length * at.new_tensor([[1], [2]])  # a block each; block 0 stays free
+    pos = torch.arange(length, device=device)
+    ids = torch.stack([pos * 37, pos * 37 + (pos == length - 1)]) % size
+    slots = pos + length * pos.new_tensor([[1], [2]])  # a block each, after scratch block 0
     store = KVStore(layers, 3, length, dtype, device)
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
 
     def token_by_token(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        pieces = [Piece(row, 0, own, at) for row, own in zip(ids, slots, strict=True)]
+        pieces = [Piece(row, 0, row_slots, pos) for row, row_slots in zip(ids, slots, strict=True)]
         return torch.stack([_run_alone(module, store, piece) for piece in pieces])
 
     try:
         with _prepared(module, hooks=False), torch.random.fork_rng(devices=gpus), _SingleQueries():
             logits = token_by_token(0)
             scale = float(logits.abs().max())
-            if not math.isfinite(scale):  # a matter of weights
+            if not math.isfinite(scale):  # the fault of the weights, not of the code
                 return logits.shape[-1]
             if not torch.equal(logits, token_by_token(1)):
                 raise UnsupportedModel(
-                    "in a trial the same tokens got other logits when run again; it may draw random numbers"
+                    "in a trial the same tokens gave other logits when run again; it may draw "
+                    "random numbers"
                 )
-            # One sequence after the other: some modules share something out among all rows.
+            # Each sequence alone: in some modules all rows share a limit, such as expert capacity.
             rows = zip(ids.split(1), slots.split(1), strict=True)
             whole = torch.cat([_call(module, store, *row, 0) for row in rows])
     except UnsupportedModel as error:
@@ -288,17 +288,17 @@ def _try_out(module: nn.Module) -> int:
         )
     if (off := largest_error(whole, logits)) > slack:
         warnings.warn(
-            f"{name}: its logits in one piece are off by {off:.2g} (largest logit: {scale:.2g}) "
-            "from those token by token, which are the ones used here; what it makes of a token "
-            "depends on those beside it, as with a capacity of experts",
+            f"{name}: its logits for a whole sequence are off by {off:.2g} (largest logit: "
+            f"{scale:.2g}) from those computed token by token, which are used here; its output "
+            "for a token depends on the other tokens of the forward, as with an expert capacity",
             RuntimeWarning,
-            stacklevel=7,  # where the LLM is made
+            stacklevel=7,  # the caller that creates the LLM
         )
     return logits.shape[-1]
 
 
 class _SingleQueries(TorchFunctionMode):
-    """Refuses causal attention of a single query, which in torch sees the first key alone."""
+    """Refuses causal attention with a single query, which torch's causal mask limits to the first key."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -308,7 +308,7 @@ class _SingleQueries(TorchFunctionMode):
             query, key, *_ = args
             if query.shape[-2] == 1 and key.shape[-2] > 1:
                 raise UnsupportedModel(
-                    f"it calls scaled_dot_product_attention with is_causal=True for one query and "
-                    f"{key.shape[-2]} keys, of which torch lets it see the first alone"
+                    "it calls scaled_dot_product_attention with is_causal=True for one query and "
+                    f"{key.shape[-2]} keys, of which torch lets it attend only to the first"
                 )
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Options of an engine that are the same for all placements."""
+"""Options of an engine that are common to all placements."""
 
 from __future__ import annotations
 
@@ -7,33 +7,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verbatim.checks import budget, integer, memory_bytes, optional_integer, switch
-from verbatim.device import CPU, Device
+from verbatim.common.checks import budget, integer, memory_bytes, optional_integer, switch
 from verbatim.errors import InvalidRequest, OutOfBlocks
-from verbatim.kv.quantized import KVDtype, resolve_kv_dtype
 from verbatim.kv.store import LayerShape, bytes_per_token
+from verbatim.model.device import CPU, Device
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.early_exit import EarlyExit
 from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp
-from verbatim.model.quantization import Quantization, resolve_quantization
 from verbatim.model.spec import ModelSpec
 from verbatim.options import thread_count
 from verbatim.protocols import Runner
+from verbatim.quantization.formats import (
+    KVDtype,
+    Quantization,
+    resolve_kv_dtype,
+    resolve_quantization,
+)
 
 _MAX_BATCH_TOKENS = 2048
-_MAX_FREE_BLOCKS = 1 << 20  # of a model that keeps nothing in them and names no limit
-_SNAPSHOTS = 64  # slots of recurrent states for cached prefixes, beside those of running sequences
-DEFAULT_FOLDER_BYTES = "10GB"  # of prefixes in files
-DEFAULT_KV_SHARE = 0.4  # of the memory that is available when the model is opened
+_MAX_FREE_BLOCKS = 1 << 20  # blocks of a model without K and V, and without a length limit
+_SNAPSHOTS = 64  # slots of recurrent states for cached prefixes, in addition to running sequences
+DEFAULT_FOLDER_BYTES = "10GB"  # limit for prefixes in files
+DEFAULT_KV_SHARE = 0.4  # fraction of the memory available when the model is opened
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """`LLM`'s options that shape the engine, checked; its docstring says what they mean."""
+    """The validated engine options of `LLM`; its docstring describes them."""
 
-    kv_dtype: KVDtype | None  # None: that of the model's keys
-    kv_bytes: int | None  # None: a share of what is available
+    kv_dtype: KVDtype | None  # None: the dtype of the model's keys
+    kv_bytes: int | None  # None: `DEFAULT_KV_SHARE` of the available memory
     block_size: int
     max_batch_tokens: int
     max_sequences: int
@@ -42,40 +46,38 @@ class EngineOptions:
     prefix_cache: bool
     num_threads: int | None
     quantization: Quantization | None = None  # of the weights
-    default_batch_tokens: bool = False  # max_batch_tokens was not given, so a plan may choose it
+    default_batch_tokens: bool = False  # whether a plan may choose max_batch_tokens
     fused: bool = True
     prefix_folder: Path | None = None
     prefix_folder_bytes: int = 0
-    prompt_rows: int | None = None  # of logits, for prompt log-probs and drafts; None: 256 MB
+    prompt_rows: int | None = None  # rows of logits for prompt log-probs and drafts; None: 256 MB
     device: Device = CPU
 
     @property
     def kv_budget(self) -> int:
-        """The bytes for K, V and states."""
+        """The bytes for K, V and recurrent states."""
         return self.kv_bytes or int(self.device.available_memory * DEFAULT_KV_SHARE)
 
     def token_bytes(
         self, spec: ModelSpec, drafts: DraftLayers, layers: list[LayerShape] | None = None
     ) -> int:
-        """Return the bytes of a token in blocks: K and V, also of draft layers, and routing records.
+        """Return the bytes of a token in blocks: K and V, including draft layers, and routing records.
 
         Args:
-            layers: the layers in this place; None: all of `spec`.
+            layers: the layers held in this process; None: all layers of `spec`.
         """
         dtype = self.kv_dtype or spec.dtype
         kv_bytes = bytes_per_token(spec.layers if layers is None else layers, dtype)
         return kv_bytes + drafts.bytes_per_token(dtype) + spec.choices["routing"].bytes_per_token
 
     def num_states(self, state_bytes: int) -> int:
-        """Return the number of slots of recurrent states, including that of the zero state.
+        """Return the number of slots of recurrent states, including the zero state.
 
-        A running sequence needs two, a session or a cached prefix one. At most half of the memory is used.
+        A running sequence needs two slots, a session or a cached prefix one. At most half of the KV budget is
+        used. Raises OutOfBlocks if that doesn't hold the slots of one sequence.
 
         Args:
-            state_bytes: of one slot; 0 for a model without such layers.
-
-        Raises:
-            OutOfBlocks: the memory doesn't hold the slots of one sequence.
+            state_bytes: bytes of one slot; 0 for a model without recurrent layers.
         """
         if not state_bytes:
             return 0
@@ -88,10 +90,10 @@ class EngineOptions:
         return min(slots, 3 * self.max_sequences + (_SNAPSHOTS if self.prefix_cache else 1))
 
     def num_blocks(self, bytes_per_token: int, max_length: int | None, state_bytes: int = 0) -> int:
-        """Return the number of blocks that fit and can be used at once, including the scratch block.
+        """Return the number of blocks that fit and can be in use together, including the scratch block.
 
         Args:
-            state_bytes: of the slots of recurrent states, in the same memory.
+            state_bytes: bytes of all slots of recurrent states, which share the budget.
 
         Raises:
             OutOfBlocks: the memory doesn't hold one block.
@@ -111,14 +113,14 @@ class EngineOptions:
         return blocks + 1
 
 
-class ToOpen(NamedTuple):
-    """A model that a placement opens.
+class OpenRequest(NamedTuple):
+    """The arguments with which a placement opens a model.
 
     Attributes:
-        loaded: without its weights, unless it is placed in this process's memory.
+        loaded: the model; without its weights, unless it is placed in this process's memory.
         source: the `ModelSource` for other processes; None for a live module.
-        limit: maximum tokens of one sequence.
-        draft: layers of the model that draft.
+        limit: maximum tokens of one sequence; None: no limit.
+        draft: the draft layers of the model; None: no drafts.
     """
 
     loaded: LoadedModel
@@ -133,13 +135,13 @@ class Placed:
     """A model opened by its placement.
 
     Attributes:
-        options: as the placement's limits allow them.
-        together: the connection to processes that make the same calls; None: this process is alone.
+        options: the options, adjusted to the limits of the placement.
+        collective: the connection to processes that make the same calls; None: there are none.
     """
 
     runner: Runner
     options: EngineOptions
-    together: Any = None
+    collective: Any = None
 
 
 def engine_options(
@@ -159,10 +161,10 @@ def engine_options(
     fused: bool = True,
     device: Device = CPU,
 ) -> EngineOptions:
-    """Return `LLM`'s options of these names, validated.
+    """Validate the options of `LLM` with these names.
 
     Raises:
-        InvalidRequest, NotSupported: one is out of range.
+        InvalidRequest, NotSupported: an option is out of range or not supported.
     """
     return EngineOptions(
         kv_dtype=None if kv_dtype == "auto" else resolve_kv_dtype(kv_dtype),

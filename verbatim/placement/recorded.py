@@ -1,11 +1,11 @@
-"""Recorded steps: a short step is recorded once for each size, and then repeated without its Python.
+"""Recorded steps: a small step is recorded once per batch size and replayed without Python overhead.
 
-A step makes some hundred small calls, of which each takes longer in Python than it computes at few rows. On
-a GPU they are recorded as a CUDA graph, on a CPU by `tape.py`. Every
-recorded row is a sequence of its own: the rows of a draft, or of a short chunk of a prompt, are given the
-same block table, and each attends up to its own position, as all K and V of a layer are written before.
-So one recording serves every cut of its rows into sequences. On a GPU sizes are rounded up, and surplus rows
-read and write the scratch block. No row's bits depend on the rows beside it (with `deterministic=True`).
+A step makes hundreds of small calls; with few rows, the Python overhead of each exceeds its compute time. On
+a GPU the calls are recorded as a CUDA graph, on a CPU by `tape.py`. A recording treats every row as a
+separate sequence. The rows of a draft or of a short prompt chunk share one block table, and each row attends
+up to its own position, since a layer writes all of its K and V before it attends. So one recording serves
+every division of its rows into sequences. On a GPU sizes are rounded up, and padding rows read and write the
+scratch block. Rows do not affect each other's bits (with `deterministic=True`).
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from verbatim.kv.flat import HiddenStore
 from verbatim.kv.states import StateRows
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
-from verbatim.model.packed import weights_of
+from verbatim.model.quantized import weights_of
 from verbatim.model.routing import Records
 from verbatim.protocols import Forward
 
-_ROWS_EACH = 16  # of a sequence in a recorded step; each of them reads all of its K and V
-_LEAST_CONTEXT = 512  # positions that the smallest tables hold
+_ROWS_PER_SEQUENCE = 16  # maximum; each row reads all K and V of the sequence
+_MIN_CONTEXT = 512  # minimum capacity of a recorded block table, in positions
 
-# What a forward returns, and what layers chose.
+# Runs a forward; returns its output and the experts chosen by the routers, if they are recorded.
 Step = Callable[[], tuple[Forward, Tensor | None]]
-# What does the same once more, and the bytes of RAM that it keeps.
+# A replay of a step, and the bytes of RAM that it holds.
 Recording = tuple[Step, int]
-# Makes one of a function whose tensors all stay in their places.
+# Records a step; its tensors must keep their addresses.
 Recorder = Callable[[Step], Recording]
 
 
 class RecordingLimits(NamedTuple):
-    """The steps that are recorded.
+    """Limits on which steps are recorded, and on the memory of the recordings.
 
     Attributes:
-        rows: at most so many; more keep the device busy, and a recording keeps their logits.
-        spare_logits: rows whose logits are not needed.
-        rounded: sizes are rounded up.
-        uses: plain steps of a size before it is recorded.
-        nbytes: of recordings; beyond, those that were not used for longest are forgotten.
+        rows: maximum rows of a step; larger steps are compute-bound, and a recording holds all logits.
+        spare_logits: maximum rows without needed logits, as a recording computes the logits of all rows.
+        rounded: whether row counts are rounded up.
+        uses: number of unrecorded steps of a size before it is recorded.
+        nbytes: maximum total bytes; the least recently used recordings are dropped. 0: no limit.
     """
 
     rows: int
@@ -63,15 +63,13 @@ ON_GPU = RecordingLimits(rows=256, spare_logits=64, rounded=True, uses=0, nbytes
 ON_CPU = RecordingLimits(rows=8, spare_logits=0, rounded=False, uses=3, nbytes=64_000_000)
 
 
-def wanted() -> bool:
+def enabled() -> bool:
     """Return False if `VERBATIM_RECORDED_STEPS=0`, which runs every step call by call, for debugging."""
     return os.environ.get("VERBATIM_RECORDED_STEPS") != "0"
 
 
 def rounded_rows(rows: int) -> int:
-    """Return the size of the recorded step for `rows` rows: powers of two to 8, then steps of 8, then of
-    32.
-    """
+    """Round up a number of rows: to a power of two up to 8, a multiple of 8 up to 64, else of 32."""
     if rows <= 8:
         return 1 << (rows - 1).bit_length()
     step = 8 if rows <= 64 else 32
@@ -80,14 +78,15 @@ def rounded_rows(rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A recorded step, which reads `inputs` and `batch.entering` anew each time.
+    """A recorded step. Each replay reads the current contents of `inputs` and `batch.entering`.
 
     Attributes:
-        batch: the tensors that the step reads, on the device.
-        inputs: bytes on the device.
-        host: the same in RAM, and `columns` the tensors in it.
-        blank: those of surplus rows only.
-        nbytes: of RAM that it keeps.
+        batch: the batch of the recording; its per-step tensors are views of `inputs`.
+        inputs: all input tensors packed into one uint8 buffer on the device.
+        host: the staging buffer of `inputs` in RAM.
+        columns: the input tensors as views of `host`.
+        blank: the contents of `host` for a batch of padding rows only.
+        nbytes: bytes of RAM held by the recording.
     """
 
     batch: Batch
@@ -100,27 +99,27 @@ class _Recorded:
 
 
 def _columns(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Return tensors like others, one after the other in the bytes of `flat`."""
-    parts = flat.split([_padded(tensor.nbytes) for tensor in like])
+    """Return views of the byte buffer `flat` with the shapes and dtypes of `like`, in order."""
+    parts = flat.split([_aligned(tensor.nbytes) for tensor in like])
     return [
         part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for part, tensor in zip(parts, like, strict=True)
     ]
 
 
-def _padded(nbytes: int) -> int:
+def _aligned(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
 
 
 class RecordedSteps:
-    """The recorded steps of one decoder, `model.decoder.Steps`.
+    """The recorded steps of one decoder, run in place of `Decoder.run`.
 
     Args:
         recorder: `cuda_recorder(device)` or `record_on_cpu`.
         limits: `ON_GPU` or `ON_CPU`.
 
     Attributes:
-        reason: why nothing is recorded any more; None as long as it works.
+        reason: the reason why steps are no longer recorded; None while they are.
     """
 
     def __init__(self, recorder: Recorder, limits: RecordingLimits = ON_GPU) -> None:
@@ -139,36 +138,34 @@ class RecordedSteps:
         records: Records = MappingProxyType({}),
         body: HiddenStore | None = None,
     ) -> Forward | None:
-        """Return what `decoder.run` does, to be read before the next forward; None if it can't be
-        replayed.
-        """
+        """Return the output of `decoder.run`, valid until the next forward; None: not recorded."""
         limits = self._limits
         if self.reason or not _fits(batch, store, limits) or not decoder.steps_can_be_recorded():
             return None
-        places = [*store.tensors[:1], *(() if body is None else body.tensors)]
-        places += [] if store.states is None else store.states.tensors[:1]
-        pointers = [*map(Tensor.data_ptr, places), *map(Tensor.data_ptr, self._weights)]
-        if self._pointers != pointers:  # a weight was replaced, or K and V slept
+        buffers = [*store.tensors[:1], *(() if body is None else body.tensors)]
+        buffers += [] if store.states is None else store.states.tensors[:1]
+        pointers = [*map(Tensor.data_ptr, buffers), *map(Tensor.data_ptr, self._weights)]
+        if self._pointers != pointers:  # a weight or the KV cache was reallocated
             self._recorded.clear()
-            self._weights = weights_of(decoder.held)
-            self._pointers = [*map(Tensor.data_ptr, [*places, *self._weights])]
+            self._weights = weights_of(decoder.raw_module)
+            self._pointers = [*map(Tensor.data_ptr, [*buffers, *self._weights])]
         width = 1 << (batch.block_tables.shape[1] - 1).bit_length()
         rows = rounded_rows(batch.num_tokens) if limits.rounded else batch.num_tokens
-        size = rows, max(width, _LEAST_CONTEXT // store.block_size), batch.wants_hidden
+        size = rows, max(width, _MIN_CONTEXT // store.block_size), batch.wants_hidden
         recorded = self._recorded.pop(size, None)
         if recorded is None:
             self._uses[size] += 1
             if self._uses[size] <= limits.uses:
                 return None
             try:
-                with torch.inference_mode(False):  # its tensors are written to in any mode
+                with torch.inference_mode(False):  # its tensors must be writable in any mode
                     recorded = self._record(decoder, batch, store, body, *size[:2])
-            except Exception as error:  # a model may do anything that can't be recorded
+            except Exception as error:  # arbitrary model code may fail to be recorded
                 self.reason = f"{type(error).__name__}: {first_line(error)}"
                 return None
-        self._recorded[size] = recorded  # the last one used
+        self._recorded[size] = recorded  # moved to the end: most recently used
         if limits.nbytes:
-            self._forget_some()
+            self._evict()
         routing = records.get("routing")
         if routing is not None:
             routing.copy_blocks(batch.block_copies)
@@ -176,18 +173,18 @@ class RecordedSteps:
         values = _inputs(batch, store)
         _fill(recorded, values, batch.entering)
         try:
-            made, chosen = recorded.replay()
-        except NotSupported as error:  # the first time
+            out, experts = recorded.replay()
+        except NotSupported as error:  # from the check of the first replay
             self.reason = str(error)
             return None
-        if routing is not None and chosen is not None:
-            routing.write(values[0], chosen[: batch.num_tokens])
-        kept: Any = slice(batch.num_tokens)
+        if routing is not None and experts is not None:
+            routing.write(values[0], experts[: batch.num_tokens])
+        needed: Any = slice(batch.num_tokens)
         if len(batch.logit_rows) < batch.num_tokens:
-            kept = batch.logit_rows.to(store.device)
-        return Forward(made.logits[kept], None if made.hidden is None else made.hidden[kept])
+            needed = batch.logit_rows.to(store.device)
+        return Forward(out.logits[needed], None if out.hidden is None else out.hidden[needed])
 
-    def _forget_some(self) -> None:
+    def _evict(self) -> None:
         sizes = [*self._recorded]
         total = sum(recorded.nbytes for recorded in self._recorded.values())
         for size in sizes[:-1]:
@@ -211,14 +208,14 @@ class RecordedSteps:
         width: int,
     ) -> _Recorded:
         if self._limits is ON_GPU:
-            decoder.check_experts_run_freely()
+            decoder.check_runs_freely()
         device, batch = store.device, dummy_batch(rows, width)
         if store.states is not None:
             zeros = torch.full((rows,), ZERO_STATE, dtype=torch.int32)
             batch.state_sources, batch.state_targets = zeros, zeros
-            batch.state_rows = torch.full_like(zeros, rows)  # there is no such row
+            batch.state_rows = torch.full_like(zeros, rows)  # out of range: no state is written
         values = _inputs(batch, store)
-        blank = torch.zeros(sum(_padded(tensor.nbytes) for tensor in values), dtype=torch.uint8)
+        blank = torch.zeros(sum(_aligned(tensor.nbytes) for tensor in values), dtype=torch.uint8)
         for column, tensor in zip(_columns(blank, values), values, strict=True):
             column.copy_(tensor)
         host, inputs = blank.clone(), blank.to(device, copy=True)
@@ -238,20 +235,20 @@ class RecordedSteps:
 
 
 def _fits(batch: Batch, store: KVStore, limits: RecordingLimits) -> bool:
-    """Return whether a recorded step can do the work of a batch."""
+    """Return whether a recorded step can compute a batch."""
     if not 0 < batch.num_tokens <= limits.rows or batch.adapters is not None:
         return False
-    if batch.forced_experts is not None or batch.forced_keys is not None:
+    if batch.forced_experts is not None or batch.forced_keys is not None or batch.records_keys:
         return False
     if batch.num_tokens - len(batch.logit_rows) > limits.spare_logits:
         return False
-    # The rows of a sequence follow from one another in recurrent layers.
-    rows_each = _ROWS_EACH if store.states is None else 1
+    # In recurrent layers each row depends on the previous row of its sequence.
+    rows_each = _ROWS_PER_SEQUENCE if store.states is None else 1
     return int(batch.query_starts.diff().max()) <= rows_each
 
 
 def _inputs(batch: Batch, store: KVStore) -> list[Tensor]:
-    """Return what differs from step to step, in RAM: slots first; each row is a sequence of its own."""
+    """Return the per-step input tensors on the CPU, slots first, with each row as a separate sequence."""
     tables = batch.block_tables
     if batch.num_tokens > batch.num_sequences:
         tables = tables.repeat_interleave(batch.query_starts.diff(), 0)
@@ -263,32 +260,32 @@ def _inputs(batch: Batch, store: KVStore) -> list[Tensor]:
 
 
 def _fill(recorded: _Recorded, values: list[Tensor], entering: Tensor | None) -> None:
-    """Copy a step's inputs to where the recording reads them, before those of surplus rows."""
+    """Copy the inputs of a step into the buffers of a recording; the remaining rows are padding."""
     recorded.host.copy_(recorded.blank)
     for column, tensor in zip(recorded.columns, values, strict=True):
         column[tuple(map(slice, tensor.shape))] = tensor
-    recorded.inputs.copy_(recorded.host, non_blocking=True)  # one copy to the GPU
+    recorded.inputs.copy_(recorded.host, non_blocking=True)  # a single transfer to the GPU
     static = recorded.batch.entering
     if static is not None and entering is not None:
         static[: len(entering)].copy_(entering, non_blocking=True)
 
 
 def cuda_recorder(device: torch.device) -> Recorder:
-    """Return a recorder of the kernels that a function launches on `device`; all recordings share memory."""
+    """Return a recorder of CUDA graphs on `device`; the graphs share one memory pool."""
     pool: Any = torch.cuda.graph_pool_handle()
-    beside = torch.cuda.Stream(device)  # torch's own stream for captures is that of one device
+    side = torch.cuda.Stream(device)  # torch's default capture stream belongs to one device
 
     def record(step: Step) -> Recording:
-        before, graph = torch.cuda.current_stream(device), torch.cuda.CUDAGraph()
-        beside.wait_stream(before)
+        current, graph = torch.cuda.current_stream(device), torch.cuda.CUDAGraph()
+        side.wait_stream(current)
         try:
-            with torch.cuda.stream(beside):  # restores the thread's stream even if a capture fails
-                for _ in range(2):  # what is compiled or chosen at the first call must be there
+            with torch.cuda.stream(side):  # restores the thread's stream even if a capture fails
+                for _ in range(2):  # warm-up: compiles kernels and selects algorithms
                     step()
-                with torch.cuda.graph(graph, pool, beside, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
                     out = step()
         finally:
-            before.wait_stream(beside)
+            current.wait_stream(side)
 
         def replay() -> tuple[Forward, Tensor | None]:
             graph.replay()

@@ -1,4 +1,4 @@
-"""The model in this process's memory."""
+"""The runner of a model in this process's memory."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from verbatim.batch import Adapter, Batch, Choices, Draws, SamplePlan
-from verbatim.device import Device
+from verbatim.common.heap import release_free_memory
 from verbatim.errors import NotSupported, OutOfBlocks, VerbatimError
-from verbatim.heap import give_back_freed
 from verbatim.kernels.functions import has_kernels
 from verbatim.kv.flat import BlockStore, read_rows, write_rows
 from verbatim.kv.states import open_states
 from verbatim.kv.store import KVStore, cache_info
 from verbatim.model.decoder import Decoder
+from verbatim.model.device import Device
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.fingerprint import writes_to
 from verbatim.model.loader import Checkpoint, LoadedModel
-from verbatim.model.packed import weight_info
-from verbatim.model.packing import PackingReport
 from verbatim.model.products import threads
+from verbatim.model.quantized import weight_info
 from verbatim.model.routing import open_records
 from verbatim.model.spec import ModelSpec
 from verbatim.options import dtype_name
@@ -32,6 +31,7 @@ from verbatim.placement.options import EngineOptions
 from verbatim.placement.recorded import ON_CPU, RecordedSteps
 from verbatim.placement.tape import record_on_cpu
 from verbatim.protocols import Forward, Runner
+from verbatim.quantization.report import PackingReport
 from verbatim.sampling.sampler import sample_rows
 from verbatim.weights.lazy import Cut
 from verbatim.weights.update import NewWeights, WeightWriter
@@ -41,23 +41,23 @@ class Resident(Runner):
     """Runs the decoder and the sampler in this process.
 
     Args:
-        decoder: the model.
-        store: its K and V.
-        num_threads: of torch's pool while a forward or a draw runs; None leaves torch's setting.
-        draft_layers: layers of the model that draft for it, with their stores open.
-        loaded: the model as it was opened.
+        decoder: the decoder of the model.
+        store: the KV store.
+        num_threads: threads of torch's pool during a forward or a draw; None: torch's setting.
+        draft_layers: the model's draft layers, with their stores open.
+        loaded: the loaded model, with its checkpoint and report on quantization.
 
     Attributes:
-        records: the recorded choices of layers, by `params.CHOICES`, in the blocks of the store.
-        stores: what `sleep` frees: K and V, states, and those of draft layers. Records are small and stay.
+        records: stores of the recorded choices, by `params.CHOICES`, with the block numbers of `store`.
+        stores: the stores that `sleep` frees: K and V, states, and those of draft layers. Records stay.
     """
 
-    _recorded = False  # steps were recorded when it was put to sleep
-    checkpoint: Checkpoint | None = None  # lets the weights be dropped; None for a live module
-    packed: PackingReport | None = None  # of a model whose weights are quantized
+    _recorded = False  # whether steps were recorded before `sleep`
+    checkpoint: Checkpoint | None = None  # to drop and restore the weights; None for a live module
+    packed: PackingReport | None = None  # report on quantized weights
     original: Mapping[str, Tensor] | None = None  # the state dict before quantization and cuts
-    cuts: Mapping[str, Cut] = MappingProxyType({})  # of weights that are held in part
-    placement: Mapping[str, Any] = MappingProxyType({"placement": "resident"})  # of `info`
+    cuts: Mapping[str, Cut] = MappingProxyType({})  # ranges of partially held weights
+    placement: Mapping[str, Any] = MappingProxyType({"placement": "resident"})  # for `info`
 
     def __init__(
         self,
@@ -89,12 +89,12 @@ class Resident(Runner):
 
     @property
     def module(self) -> nn.Module:
-        """The module itself; EngineClosed if it was held weakly and is gone."""
+        """The module. Raises EngineClosed if it was held weakly and has been freed."""
         return self.decoder.module
 
     @property
     def whole_module(self) -> nn.Module | None:
-        """The module, if all its parameters are here as the checkpoint has them."""
+        """The module, if it holds all parameters as in the checkpoint; otherwise None."""
         asleep = self.checkpoint is not None and self.checkpoint.dropped
         return None if asleep or self.packed is not None or self.cuts else self.module
 
@@ -113,7 +113,7 @@ class Resident(Runner):
         with threads(self._num_threads), self._device.current():
             body = self.draft_layers.hidden
             output = self.decoder.run(batch, self.store, self.records, body)
-        if output.hidden is not None:  # read on the host; logits stay where they are drawn from
+        if output.hidden is not None:  # read on the CPU; logits stay on the device that draws
             output.hidden = output.hidden.cpu()
         return output
 
@@ -130,10 +130,11 @@ class Resident(Runner):
             return [] if plan is None else [[draw.id] for draw in sample_rows(logits, plan)]
 
     def record_steps(self) -> None:
-        """Record short steps from now on, also of draft layers: on a GPU, and where the kernels don't run all
-        layers in one call. The model must never be edited.
+        """Enable recorded steps, also of draft layers; the model must never be edited afterwards.
+
+        On a CPU, steps are recorded only if the kernels can't run all layers in one call.
         """
-        if not recorded.wanted():
+        if not recorded.enabled():
             return
         if self._device.is_gpu:
             recorder = recorded.cuda_recorder(self.store.device)
@@ -162,10 +163,10 @@ class Resident(Runner):
         return True
 
     def cached_in(self, kind: str) -> list[BlockStore | None]:
-        """Return the stores that hold a cached prefix, by the kinds of `read_cache`.
+        """Return the stores that hold a cached prefix, for a kind of `read_cache`.
 
-        Indices are recorded only for requests that share no blocks; MTP layers compute their K and V again,
-        from the hidden states.
+        Not included are recorded indices, as their requests share no blocks, and K and V of MTP layers, which
+        are recomputed from the hidden states.
         """
         if kind == "states":
             return [self.store.states]
@@ -200,7 +201,7 @@ class Resident(Runner):
     ) -> Callable[[], None]:
         if self.checkpoint is not None and self.checkpoint.dropped:
             raise VerbatimError("the weights are asleep; call wake() before they are updated")
-        if not isinstance(self.decoder.held, nn.Module):
+        if not isinstance(self.decoder.raw_module, nn.Module):
             name = self.decoder.architecture
             raise NotSupported(f"{name} is not a module, so it has no weights to update")
         new = NewWeights(self.original or self.decoder.owner, tensors, check_finite=check_finite)
@@ -213,14 +214,14 @@ class Resident(Runner):
         writer.write(tensors)
         if self.packed is not None:
             self.packed.squares |= writer.squares
-        self.decoder.weights_moved()  # buffers may be among them
+        self.decoder.weights_moved()  # the new weights may include buffers
 
     def writer(self, *, whole: bool = True) -> WeightWriter:
-        """Return the object that writes new weights to the module: all, or those that are here."""
+        """Return a writer of new weights; unless `whole`, it skips weights that are not held here."""
         return WeightWriter(self.decoder.owner, self.cuts, whole=whole)
 
     def load_adapter(self, adapter: Adapter) -> list[str]:
-        """See `Runner`. Return the names of the layers that it changes here."""
+        """See `Runner`. Return the names of the changed layers in this process."""
         return self.decoder.load_adapter(adapter)
 
     def unload_adapter(self, number: int) -> None:
@@ -236,22 +237,22 @@ class Resident(Runner):
                     "sleep(weights=True): not supported for a live module; sleep() "
                     "frees only the KV memory"
                 )
-            self.checkpoint.drop(self.decoder.held)
+            self.checkpoint.drop(self.decoder.raw_module)
             self.decoder.weights_moved()
         if self.decoder.steps is not None:
             self._recorded = True
             self.decoder.record_steps(lambda _: None)
         for store in self.stores:
             store.release()
-        give_back_freed()
+        release_free_memory()
 
     def wake(self) -> None:
         if self.checkpoint is not None:
-            self.checkpoint.restore(self.decoder.held)
+            self.checkpoint.restore(self.decoder.raw_module)
             self.decoder.weights_moved()
         for store in self.stores:
             store.allocate()
-        if self._recorded and not self.decoder.is_watched:
+        if self._recorded and not self.decoder.is_editable:
             self.record_steps()
         self._recorded = False
 
@@ -264,10 +265,10 @@ class Resident(Runner):
 
 
 def open_decoder(loaded: LoadedModel, options: EngineOptions, *, weak: bool = False) -> Decoder:
-    """Return the decoder of a model on the device of `options`, to which it is moved unless it is live.
+    """Return the decoder of a model, which is first moved to its device unless it is live.
 
     Args:
-        weak: as of `Decoder`.
+        weak: whether the decoder holds only a weak reference to the module.
     """
     device = options.device
     if device.is_gpu and not loaded.live:
@@ -277,7 +278,7 @@ def open_decoder(loaded: LoadedModel, options: EngineOptions, *, weak: bool = Fa
             loaded.module,
             weak=weak,
             fused=options.fused,
-            unseen=not loaded.live,
+            is_private=not loaded.live,
             batch_invariant=device.batch_invariant,
         )
 
@@ -289,7 +290,7 @@ def open_resident(
     limit: int | None,
     draft_layers: DraftLayers | None = None,
 ) -> Resident:
-    """Open a decoder with its KV store, and layers that draft with theirs, in this process's memory.
+    """Allocate the stores of a decoder and of draft layers, and return the runner.
 
     Raises:
         OutOfBlocks: the memory does not hold one block, or can't be allocated.
@@ -301,13 +302,13 @@ def open_resident(
     blocks = options.num_blocks(token_bytes, limit, num_states * state_bytes)
     try:
         store = open_store(spec, options, drafts, blocks, num_states)
-    except RuntimeError as error:  # of torch's allocators, also on a GPU
+    except RuntimeError as error:  # from torch's allocators, on CPU and GPU
         nbytes = blocks * options.block_size * token_bytes
         raise OutOfBlocks(
             f"the KV cache of {nbytes} bytes can't be allocated: lower kv_memory or max_length"
         ) from error
     runner = Resident(decoder, store, options.num_threads, drafts, loaded)
-    if not loaded.live:  # whose owner may make changes that no check detects
+    if not loaded.live:  # a live module may be edited in undetectable ways
         runner.record_steps()
     return runner
 
@@ -323,7 +324,7 @@ def open_store(
     """Allocate K and V, recurrent states, and the stores of draft layers.
 
     Args:
-        make: the class of the store, with the arguments of `KVStore`.
+        make: creates the KV store; called with the arguments of `KVStore`.
     """
     dtype, device = options.kv_dtype or spec.dtype, options.device.torch
     drafts.open_stores(num_blocks, options.block_size, dtype)

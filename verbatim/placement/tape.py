@@ -1,7 +1,7 @@
-"""Steps recorded on a CPU: what a step asks torch and the kernels to do, repeated without its Python.
+"""Records steps on a CPU: the calls to torch and the kernels, to be repeated without the Python code.
 
-A layer whose form the kernels don't know makes some hundred small calls, each of which takes longer in
-Python than in torch. All tensors stay where they were, so a call is repeated with the same addresses.
+A layer that has no fused kernel makes hundreds of small calls, each of which takes longer in Python than in
+torch. All tensors stay at their addresses, so each call is repeated with the same arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from verbatim.errors import NotSupported
 from verbatim.kernels import functions
 from verbatim.model.differential import differential_check
-from verbatim.model.patching import plain_numbers
+from verbatim.model.patching import without_torch_modes
 from verbatim.placement.recorded import Recording, Step
 from verbatim.protocols import Forward
 
@@ -32,43 +32,43 @@ _UNSTABLE = {
 _READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 _WITHOUT_VALUES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _COPIES = {_aten._to_copy.default, _aten.clone.default}
-_OF_RESULT = {"dtype", "layout", "device", "pin_memory"}  # arguments that an `out` has for itself
+_IMPLIED_BY_OUT = {"dtype", "layout", "device", "pin_memory"}
 
-# A function that repeats a call, and its arguments.
+# A recorded call: the function, its arguments and its keyword arguments.
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def record_on_cpu(step: Step) -> Recording:
-    """Return a function that makes the calls of `step` once more, and the bytes that it keeps.
+    """Return a function that repeats the calls of `step`, and the bytes of the tensors that it holds.
 
-    It raises NotSupported if its first result differs from that of `step`.
+    The first call of the function raises NotSupported if its results are not bit-identical to `step`.
 
     Raises:
-        NotSupported: the calls depend on what tensors hold.
+        NotSupported: the calls depend on the values of tensors.
     """
-    with _Tape() as tape, _NoReading(), functions.recorded(tape.calls):
+    with _Tape() as tape, _NoReading(), functions.record_calls(tape.calls):
         out = step()
     unchecked = [step]
 
     def repeat() -> Any:
-        with plain_numbers():
+        with without_torch_modes():
             for function, args, kwargs in tape.calls:
                 function(*args, **kwargs)
-        if unchecked:  # first, so that it finds no K and V that the step itself has written
-            found = [x.clone() for x in _results(out)]
-            expected = _results(unchecked[0]())
-            if differential_check(lambda _: found, lambda _: expected, (None,)) is not None:
-                raise NotSupported("a recorded step has other bits")
+        if unchecked:  # after the repeated calls, so that they can't read K and V written by `step`
+            repeated = [x.clone() for x in _step_tensors(out)]
+            expected = _step_tensors(unchecked[0]())
+            if differential_check(lambda _: repeated, lambda _: expected, (None,)) is not None:
+                raise NotSupported("the replay of a recorded step is not bit-identical")
             unchecked.clear()
         return out
 
     return repeat, sum(
-        {x._cdata: x.nbytes() for x in map(Tensor.untyped_storage, tape.kept)}.values()
+        {x._cdata: x.nbytes() for x in map(Tensor.untyped_storage, tape.outputs)}.values()
     )
 
 
-def _results(made: tuple[Forward, Tensor | None]) -> list[Tensor]:
-    return _tensors((made[0].logits, made[0].hidden, made[1]))
+def _step_tensors(output: tuple[Forward, Tensor | None]) -> list[Tensor]:
+    return _tensors((output[0].logits, output[0].hidden, output[1]))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -76,57 +76,57 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 class _NoReading(TorchFunctionMode):
-    """Refuses to copy tensors to Python."""
+    """Raises NotSupported if the values of a tensor are copied to Python."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _READS:
-            raise NotSupported(f"Tensor.{func.__name__} reads what a tensor holds")
+            raise NotSupported(f"Tensor.{func.__name__} reads the values of a tensor")
         return func(*args, **(kwargs or {}))
 
 
 class _Tape(TorchDispatchMode):
-    """Notes what a thread asks torch to do.
+    """Records the calls to torch made in the current thread.
 
     Attributes:
-        calls: in their order.
-        kept: all tensors that were made, as kernels know only where they are.
+        calls: the recorded calls, in order.
+        outputs: all output tensors, which must stay alive since kernels hold only their addresses.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
-        self.kept: list[Tensor] = []
-        self._constant = set[int]()  # storages whose values follow from the code
+        self.outputs: list[Tensor] = []
+        self._constant = set[int]()  # storages with values that are the same in every step
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = _storages(_tensors((args, kwargs)))
-        is_constant = given <= self._constant
-        reads_constants = bool(given) and is_constant  # random numbers are made of nothing
-        is_stable = _UNSTABLE.isdisjoint(func.tags) or _looks_up(func, args)
+        inputs = _storages(_tensors((args, kwargs)))
+        is_constant = inputs <= self._constant
+        reads_constants = bool(inputs) and is_constant  # a random generator has no input tensors
+        is_stable = _UNSTABLE.isdisjoint(func.tags) or _is_gather(func, args)
         if not (is_stable or reads_constants):
-            raise NotSupported(f"{func} depends on what tensors hold")
+            raise NotSupported(f"{func} depends on the values of tensors")
         result = func(*args, **kwargs)
-        made = _tensors(result)
-        if len(made) < len(tree_leaves(result)):
+        outputs = _tensors(result)
+        if len(outputs) < len(tree_leaves(result)):
             if reads_constants:
                 return result
             raise NotSupported(f"{func} returns no tensor")
-        self.kept += made
+        self.outputs += outputs
         if func._schema.is_mutable:
             if not is_constant:
-                self._constant -= given
+                self._constant -= inputs
             self.calls.append((func._op, args, kwargs))
         elif func.overloadpacket.__name__ not in _WITHOUT_VALUES:
-            new = _storages(made)
-            if is_constant or func is _aten.lift_fresh.default:  # of a number in the code
-                self._constant |= new
-            if not new <= given:  # else views
-                self.calls.append(_into(made, func, args, kwargs))
+            created = _storages(outputs)
+            if is_constant or func is _aten.lift_fresh.default:  # a literal in the code
+                self._constant |= created
+            if not created <= inputs:  # otherwise the outputs are views
+                self.calls.append(_call_into(outputs, func, args, kwargs))
         return result
 
 
@@ -134,25 +134,27 @@ def _storages(tensors: list[Tensor]) -> set[int]:
     return {x.untyped_storage()._cdata for x in tensors}
 
 
-def _looks_up(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether an operation looks up rows by their numbers, and not by a mask."""
+def _is_gather(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an operation indexes by integers: its output shape does not depend on values."""
     if func is not _aten.index.Tensor:
         return False
     return all(x is None or x.dtype in (torch.int32, torch.int64) for x in args[1])
 
 
-def _into(made: list[Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Return the call that computes the same into tensors that there are."""
+def _call_into(
+    outputs: list[Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Call:
+    """Return a call that writes the results of `func` into the existing tensors `outputs`."""
     if func in _COPIES:
-        return _aten.copy_.default._op, (made[0], args[0]), {}
+        return _aten.copy_.default._op, (outputs[0], args[0]), {}
     variant = _with_out(func)
-    if variant is not None and len(variant[1]) == len(made):
+    if variant is not None and len(variant[1]) == len(outputs):
         operation, names, dropped = variant
-        own = {name: value for name, value in kwargs.items() if name not in dropped}
-        return operation, args, own | dict(zip(names, made, strict=True))
+        retained = {name: value for name, value in kwargs.items() if name not in dropped}
+        return operation, args, retained | dict(zip(names, outputs, strict=True))
 
     def copied(*args: Any, **kwargs: Any) -> None:
-        for target, source in zip(made, tree_leaves(func(*args, **kwargs)), strict=True):
+        for target, source in zip(outputs, tree_leaves(func(*args, **kwargs)), strict=True):
             target.copy_(source)
 
     return copied, args, kwargs
@@ -160,13 +162,13 @@ def _into(made: list[Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 @cache
 def _with_out(func: Any) -> tuple[Callable[..., Any], list[str], set[str]] | None:
-    """Return the operation that is given its results, their names, and arguments that it does not take."""
-    wanted = {a.name: str(a.type) for a in func._schema.arguments}
+    """Return the `out=` variant of `func`, its output names, and the arguments of `func` that it lacks."""
+    required = {a.name: str(a.type) for a in func._schema.arguments}
     for name in func.overloadpacket.overloads():
         other = getattr(func.overloadpacket, name)
         results = [a.name for a in other._schema.arguments if a.is_out]
         taken = {a.name: str(a.type) for a in other._schema.arguments if not a.is_out}
-        dropped = wanted.keys() - taken.keys()
-        if results and taken.items() <= wanted.items() and dropped <= _OF_RESULT:
+        dropped = required.keys() - taken.keys()
+        if results and taken.items() <= required.items() and dropped <= _IMPLIED_BY_OUT:
             return other._op, results, dropped
     return None

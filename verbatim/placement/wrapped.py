@@ -1,7 +1,4 @@
-"""Wrappers around a model: unwrapping, and refusal of shards.
-
-Classes are compared by name, so that no optional package is imported.
-"""
+"""Unwraps models, and refuses sharded ones. Classes are compared by name to avoid optional imports."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from torch import nn
 from verbatim.errors import NotSupported
 from verbatim.options import dtype_name
 
-# The attribute that holds the wrapped model. The wrappers' forwards communicate with other ranks (the
-# buffers of DistributedDataParallel are broadcast) or compile, which generation must not do.
+# The attribute that holds the wrapped model. The wrappers' own forwards communicate with other ranks (such
+# as to broadcast buffers) or compile, which generation must not do.
 _INSIDE = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
     "torch.nn.parallel.data_parallel.DataParallel": "module",
@@ -25,14 +22,14 @@ _PEFT = frozenset({"peft.peft_model.PeftModel", "peft.mixed_model.PeftMixedModel
 
 
 def unwrap(model: Any) -> Any:
-    """Return the model inside of DistributedDataParallel, DataParallel and torch.compile."""
-    while (inside := next((_INSIDE[n] for n in _names(model) if n in _INSIDE), None)) is not None:
-        model = getattr(model, inside)
+    """Return the model inside DistributedDataParallel, DataParallel and torch.compile wrappers."""
+    while (inner := next((_INSIDE[n] for n in _names(model) if n in _INSIDE), None)) is not None:
+        model = getattr(model, inner)
     return model
 
 
 def is_transformers(model: Any) -> bool:
-    """Return whether it is a transformers model itself, with PEFT adapters or without."""
+    """Return whether `model` is a transformers model, with or without PEFT adapters."""
     from transformers import PreTrainedModel
 
     while not _PEFT.isdisjoint(_names(model)):
@@ -41,15 +38,12 @@ def is_transformers(model: Any) -> bool:
 
 
 def modules_of(model: Any) -> list[nn.Module]:
-    """Return the model itself or, of an object that is no module, the modules among its attributes.
-
-    A bound method stands for the object it belongs to.
-    """
+    """Return the model or, if it is not a module, the modules among its (or a bound method's) attributes."""
     model = getattr(model, "__self__", model)
     if isinstance(model, nn.Module):
         return [model]
-    held = getattr(model, "__dict__", {}).values()
-    return [value for value in held if isinstance(value, nn.Module)]
+    values = getattr(model, "__dict__", {}).values()
+    return [value for value in values if isinstance(value, nn.Module)]
 
 
 def device_of(model: Any) -> torch.device:
@@ -62,7 +56,7 @@ def check_runnable(model: Any) -> None:
     """Check that the whole model is in this process and on one device, the CPU or a GPU.
 
     Raises:
-        NotSupported: it is sharded over ranks, or a parameter is somewhere else.
+        NotSupported: the model is sharded over ranks, or a parameter is complex or on another device.
     """
     first = None
     for module in modules_of(model):
@@ -72,12 +66,13 @@ def check_runnable(model: Any) -> None:
             _refuse_sharded(parameter, name)
             if parameter.device.type not in ("cpu", "cuda"):
                 raise NotSupported(
-                    f"{name} is on {parameter.device}; it must be on the CPU or on a GPU of CUDA's"
+                    f"{name} is on {parameter.device}; it must be on the CPU or on a CUDA GPU"
                 )
             first = first or parameter.device
             if parameter.device != first:
                 raise NotSupported(
-                    f"{name} is on {parameter.device} and others are on {first}; a live module must be on one"
+                    f"{name} is on {parameter.device} and others are on {first}; a live module "
+                    "must be on one device"
                 )
             if parameter.is_complex():
                 raise NotSupported(f"{name} is {dtype_name(parameter.dtype)}: complex weights")
@@ -87,9 +82,10 @@ def _refuse_sharded(part: Any, name: str) -> None:
     for cls in type(part).__mro__:
         if cls.__name__ in _SHARDED and cls.__module__.startswith("torch.distributed"):
             raise NotSupported(
-                f"{name} is sharded over ranks ({cls.__name__}): its forward gathers weights from all of "
-                "them, and ranks make different numbers of forwards. Gather the weights into a module of "
-                "their own (or use DistributedDataParallel, whose module is whole on every rank)"
+                f"{name} is sharded over ranks ({cls.__name__}): its forward gathers weights from "
+                "all of them, and ranks make different numbers of forwards. Gather the weights "
+                "into a module of their own (or use DistributedDataParallel, which keeps the "
+                "whole module on every rank)"
             )
 
 

@@ -1,4 +1,4 @@
-"""Log-probs of given rows: equal to the rollout's bit for bit, or with gradients for the loss."""
+"""Log-probs of given sequences: bit-identical to the rollout's, or with gradients for the loss."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from verbatim.checks import number, optional_integer
+from verbatim.api.llm import LLM
+from verbatim.api.padded import check_padded, fill
+from verbatim.api.tensors import engine_of
+from verbatim.common.checks import number, optional_integer
 from verbatim.core import Request
 from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest
-from verbatim.llm import LLM
 from verbatim.params import SamplingParams
-from verbatim.placement.kv_caches import speaks_kv_caches
+from verbatim.placement.kv_caches import takes_kv_caches
 from verbatim.placement.wrapped import unwrap
-from verbatim.tensors import check_padded, engine_of, rows_of
 
 
 def score(
@@ -34,17 +35,17 @@ def score(
 ) -> Tensor:
     """Return the log-prob of each token given the tokens before it, at temperature 1, without gradients.
 
-    Equals, bit for bit, what generation reports with the same weights, for any padding and batching.
+    Bit-identical to the log-probs of generation with the same weights, for any padding and batching.
 
     Args:
         model: an open LLM, or a live module.
         sequences: `[..., L]` integers, such as `Rollout.sequences`.
         attention_mask: `[..., L]`; 0 marks padding, before or after a row's tokens; a row may be all
             padding. None: no padding.
-        routing: `[..., L, layers, k]` int16: experts of the tokens, such as `Rollout.routing`; -1 leaves a
-            token to the router.
-        indices: `[..., L, layers, k]` int32: keys that the tokens attend to, such as `Rollout.indices`; -1
-            leaves a token to the indexer.
+        routing: `[..., L, layers, k]` int16: experts of the tokens, such as `Rollout.routing`; -1: the router
+            selects them.
+        indices: `[..., L, layers, k]` int32: keys that the tokens attend to, such as `Rollout.indices`; all
+            -1: the indexer selects them.
         adapter: as `SamplingParams.adapter`.
         process_group: as for `rollout`.
 
@@ -54,36 +55,32 @@ def score(
     Raises:
         InvalidRequest, NotSupported: before any forward runs.
     """
-    nonempty: list[int] = []
+    masks: list[Tensor] = []
 
     def begin() -> tuple[EngineHandle, list[Request]]:
-        flat, mask = _flat(sequences, attention_mask)
-        nonempty.extend(r for r, row in enumerate(mask.tolist()) if any(row))
-        params = _params(sequences, {"routing": routing, "indices": indices}, mask, nonempty)
+        ids, mask = _flat(sequences, attention_mask)
+        masks.append(mask.cpu())
+        records = _records(sequences, mask, routing=routing, indices=indices)
         llm = engine_of(model)
-        rows = rows_of(flat[nonempty], mask[nonempty])
-        return llm.engine, [
-            llm.engine.admission.admit(row, each.replace(adapter=adapter))
-            for row, each in zip(rows, params, strict=True)
-        ]
+        requests = []
+        for row, row_mask in enumerate(mask):
+            if row_mask.any():
+                fields = {name: record[row][row_mask] for name, record in records.items()}
+                params = SamplingParams(max_tokens=0, prompt_logprobs=0, adapter=adapter, **fields)
+                requests.append(llm.engine.admission.admit(ids[row][row_mask].tolist(), params))
+        return llm.engine, requests
 
     results = run_together(begin, process_group)
-    flat, mask = _flat(sequences, attention_mask)
+    has_logprob = masks[0] & (masks[0].cumsum(dim=1) > 1)  # all but the first token of a row
+    values = [value for result in results for value in (result.prompt_logprobs or [])[1:]]
     with torch.inference_mode(False), torch.no_grad():
-        token_logprobs = torch.zeros(flat.shape, dtype=torch.float32)
-        for r, result in zip(nonempty, results, strict=True):
-            assert result.prompt_logprobs is not None
-            token_logprobs[r, mask[r].nonzero()[1:, 0]] = torch.tensor(
-                result.prompt_logprobs[1:], dtype=torch.float32
-            )
-        return token_logprobs.reshape(sequences.shape)
+        scores = fill(has_logprob, torch.tensor(values, dtype=torch.float32), 0.0)
+        return scores.reshape(sequences.shape)
 
 
-def _params(
-    sequences: Tensor, records: dict[str, Any], mask: Tensor, nonempty: list[int]
-) -> list[SamplingParams]:
-    """Return the parameters of the rows in `nonempty`, which replay `records`."""
-    replayed: list[dict[str, Any]] = [{} for _ in nonempty]
+def _records(sequences: Tensor, mask: Tensor, **records: Any) -> dict[str, Any]:
+    """Return the records to replay as `[R, L, layers, k]`, by the names of `SamplingParams`."""
+    rows = {}
     for name, record in records.items():
         if record is None:
             continue
@@ -92,10 +89,8 @@ def _params(
                 f"{name} has shape {list(getattr(record, 'shape', []))}; it must be "
                 f"{[*sequences.shape, 'layers', 'k']}"
             )
-        flat = record.reshape(*mask.shape, *record.shape[-2:])
-        for r, fields in zip(nonempty, replayed, strict=True):
-            fields[f"replay_{name}"] = flat[r][mask[r]]
-    return [SamplingParams(max_tokens=0, prompt_logprobs=0, **fields) for fields in replayed]
+        rows[f"replay_{name}"] = record.reshape(*mask.shape, *record.shape[-2:])
+    return rows
 
 
 def logprobs(
@@ -107,11 +102,11 @@ def logprobs(
     scores: Tensor | None = None,
     micro_batch_size: int | None = None,
 ) -> Tensor:
-    """Return the log-prob of each token given the tokens before it, by the module's own forward, with
-    gradients.
+    """Return the log-prob of each token given the tokens before it, with gradients.
 
-    Differs from `score` by rounding: about 1e-6 in float32, 1e-5 for unlikely tokens; about 2e-3 in bfloat16,
-    0.1 for unlikely tokens. The module's mode is not changed: in training mode, dropout is active.
+    Runs the module's own forward, so it differs from `score` by rounding: about 1e-6 in float32, 1e-5 for
+    unlikely tokens; about 2e-3 in bfloat16, 0.1 for unlikely tokens. The module's mode is not changed: in
+    training mode, dropout is active.
 
     Args:
         module: a transformers causal language model, wrapped or not, or a module with `kv_caches`.
@@ -119,15 +114,15 @@ def logprobs(
         attention_mask: `[..., L]`; 0 marks padding, before or after a row's tokens; a row may be all
             padding. None: no padding.
         temperature: divisor of the logits; above 0.
-        scores: `[..., L]`, the result of `score` for the same rows and weights. It is returned, bit for bit,
-            with the gradient of the module's own forward, so the ratio to a rollout is exactly 1 until the
-            weights change. Temperature 1 only.
+        scores: `[..., L]`, the result of `score` for the same rows and weights. The returned values are these
+            scores, bit for bit, with the gradient of the module's own forward, so the ratio to a rollout is
+            exactly 1 until the weights change. Temperature 1 only.
         micro_batch_size: rows per forward. None: all at once. All graphs are kept until backward, so this
-            only bounds the memory of the logits.
+            only limits the memory of the logits.
 
     Returns:
-        `[..., L]` float32 on the module's device; 0.0 on a row's first token and on padding. The module runs
-        and there is a gradient (zeros) even if no row has two tokens.
+        `[..., L]` float32 on the module's device; 0.0 on a row's first token and on padding. Even if no row
+        has two tokens, the module runs and there is a gradient (zeros).
 
     Raises:
         InvalidRequest: wrong shapes or values.
@@ -146,37 +141,37 @@ def logprobs(
     flat, mask = flat.to(device), mask.to(device)
     size = micro_batch_size or max(1, len(flat))
     pieces = zip(flat.split(size), mask.split(size), strict=True)
-    token_logprobs = torch.cat([_own_forward(module, *piece, temperature) for piece in pieces])
+    token_logprobs = torch.cat([_forward_logprobs(module, *piece, temperature) for piece in pieces])
     token_logprobs = token_logprobs.reshape(sequences.shape)
     if scores is None:
         return token_logprobs
-    replaced = token_logprobs.clone()
-    with torch.no_grad():  # other values, and the same gradient
-        replaced.copy_(scores)
-    return replaced
+    output = token_logprobs.clone()
+    with torch.no_grad():  # changes the values, keeps the gradient
+        output.copy_(scores)
+    return output
 
 
-def _own_forward(module: nn.Module, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
+def _forward_logprobs(module: nn.Module, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
     """Return log-probs `[R, L]` of rows with padding before or after their tokens."""
-    # All rows begin at column 0, so positions are the default ones and causal attention excludes the padding.
-    # There is always one row and two columns, so that the module runs.
+    # All rows begin at column 0: default positions are right, and causal attention excludes the padding.
+    # There are at least one row and two columns, so the module always runs.
     num_rows, length = ids.shape
-    spare = (0, max(0, 2 - length), 0, max(0, 1 - num_rows))
-    ids, mask = F.pad(ids, spare), F.pad(mask, spare)
+    padding = (0, max(0, 2 - length), 0, max(0, 1 - num_rows))
+    ids, mask = F.pad(ids, padding), F.pad(mask, padding)
     lengths = mask.sum(dim=1)
     valid = torch.arange(max(2, int(lengths.max())), device=ids.device) < lengths[:, None]
     rows = torch.zeros_like(valid, dtype=ids.dtype).masked_scatter(valid, ids[mask])
     logits = _logits(module, rows, valid)[:, :-1].float() / temperature
     token_logprobs = logits.log_softmax(dim=-1).gather(-1, rows[:, 1:, None])[..., 0]
-    token_logprobs = F.pad(token_logprobs, (1, 0))  # a row's first token has none
-    found = torch.zeros_like(mask, dtype=token_logprobs.dtype)
-    return found.masked_scatter(mask, token_logprobs[valid])[:num_rows, :length]
+    token_logprobs = F.pad(token_logprobs, (1, 0))  # the first token of a row has no log-prob
+    output = torch.zeros_like(mask, dtype=token_logprobs.dtype)
+    return output.masked_scatter(mask, token_logprobs[valid])[:num_rows, :length]
 
 
 def _logits(module: nn.Module, rows: Tensor, valid: Tensor) -> Tensor:
     """Return logits `[R, W, V]` of right-padded rows."""
     inner = unwrap(module)
-    if speaks_kv_caches(inner):
+    if takes_kv_caches(inner):
         if inspect.signature(inner.forward).parameters["kv_caches"].default is not None:
             raise InvalidRequest(f"{type(inner).__name__} can't run without kv_caches")
         logits: Tensor = module(rows)
@@ -187,7 +182,7 @@ def _logits(module: nn.Module, rows: Tensor, valid: Tensor) -> Tensor:
 
 
 def _check_ids(module: nn.Module, ids: Tensor, mask: Tensor) -> None:
-    """Raise InvalidRequest for an id outside the vocabulary, if the module's config has its size."""
+    """Raise InvalidRequest for an id outside the vocabulary, if the module's config states its size."""
     tokens = ids[mask]
     if not tokens.numel():
         return
@@ -201,7 +196,7 @@ def _check_ids(module: nn.Module, ids: Tensor, mask: Tensor) -> None:
 
 
 def _flat(sequences: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
-    """Return rows `[R, L]` and their mask as bool."""
+    """Return the sequences as rows `[R, L]`, and their mask as bool."""
     if not isinstance(sequences, Tensor) or sequences.ndim < 1:
         raise InvalidRequest("sequences must be an integer tensor of shape [..., L]")
     if attention_mask is not None and getattr(attention_mask, "shape", None) != sequences.shape:

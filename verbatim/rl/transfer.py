@@ -1,7 +1,7 @@
-"""New weights from a trainer to a server, over a connection of their own.
+"""Sends new weights from a trainer to a server, over a separate connection.
 
-For each update the trainer listens, and sends its address and a key by HTTP; the server connects, and
-answers when it has received and written the tensors.
+For each update the trainer listens on a port, and sends its address and a key to the server by HTTP. The
+server connects, and answers the HTTP request when it has received and written the tensors.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ class WeightSender:
     """Sends a trainer's weights to a server started with `verbatim serve --training`.
 
     Args:
-        url: of the server.
-        api_key: of the server.
-        host: address of this machine, as the server reaches it.
-        timeout_s: maximum seconds to connect, and without progress of a tensor.
+        host: address at which the server can reach this machine.
+        timeout_s: maximum seconds until the server connects, and without progress in sending a tensor.
 
     Raises:
         VerbatimError: the server refuses, or does not answer.
@@ -49,15 +47,7 @@ class WeightSender:
         self._call("/is_paused")
 
     def send(self, weights: Weights, *, version: int | None = None) -> int:
-        """Replace the server's weights: all of them or, on an error, none.
-
-        Args:
-            weights: as in `LLM.update_weights`.
-            version: as in `LLM.update_weights`.
-
-        Returns:
-            The version.
-        """
+        """Replace the server's weights, as `LLM.update_weights`; return the version."""
         tensors, key = named_weights(weights), secrets.token_bytes(32)
         for name, tensor in tensors.items():
             if tensor.dtype not in SENT_DTYPES.values():
@@ -65,7 +55,7 @@ class WeightSender:
                     f"{name}: {tensor.dtype}: must be one of {', '.join(SENT_DTYPES)}"
                 )
 
-        def accept(who: dict[str, Any], link: Link) -> Callable[[], object]:
+        def accept(hello: dict[str, Any], link: Link) -> Callable[[], object]:
             link.limit_sending(self._timeout_s)
             return lambda: self._send(link, tensors)
 
@@ -95,7 +85,7 @@ class WeightSender:
             for name, tensor in tensors.items():
                 link.send({"name": name, "tensor": tensor.detach().cpu().contiguous()})
             link.send({"end": True})
-        except Exception:  # the server's answer has the reason
+        except Exception:  # the server's HTTP answer states the reason
             pass
         finally:
             link.close()

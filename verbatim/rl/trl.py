@@ -1,15 +1,16 @@
-"""`rollout_func`: completions for TRL's `GRPOTrainer`, by the module that it trains."""
+"""`rollout_func`: completions for TRL's `GRPOTrainer`, from the module that it trains."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from verbatim.api.llm import LLM
 from verbatim.errors import NotSupported
-from verbatim.llm import LLM
 from verbatim.params import SamplingParams
 from verbatim.rl.rollout import rollout
 
-_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # also of GRPOConfig
+# Fields of both GRPOConfig and SamplingParams.
+_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def rollout_func(
@@ -21,23 +22,23 @@ def rollout_func(
 ) -> dict[str, Any]:
     """Return a completion of each prompt, in the format of TRL's rollout functions.
 
-    Pass it as it is, `GRPOTrainer(..., rollout_func=rl.rollout_func)`, or with keywords through
-    `functools.partial`. Each completion has its own noise. Without a seed of its own, a run is repeated by
-    the trainer's `seed`, which differs between ranks.
+    Pass it directly, `GRPOTrainer(..., rollout_func=rl.rollout_func)`, or with keyword arguments through
+    `functools.partial`. Each completion has its own noise, from torch's default generator. The trainer seeds
+    the generator with its `seed`, differently on each rank, so a run is repeatable.
 
     Args:
         prompts: texts or conversations, repeated for each completion, as the trainer passes them.
-        trainer: its module is used in place, and its config has the sampling parameters.
+        trainer: the trainer. Its module is used in place, and its config has the sampling parameters.
         llm: an open LLM to sample from. None: one engine over the trainer's module, without a copy of its
             weights, kept for all calls.
         params: sampling parameters in place of those of the trainer's config.
 
     Returns:
-        `prompt_ids`, `completion_ids` and `logprobs`, one list per prompt. Log-probs are of the
-        distribution that was drawn from: after the temperature and the filters.
+        `prompt_ids`, `completion_ids` and `logprobs`, one list per prompt. Log-probs are those of the
+        distribution that was sampled, after the temperature and the filters.
 
     Raises:
-        NotSupported: images, or a trainer with tools, which writes the turns after a call itself.
+        NotSupported: images; a trainer with tools, which generates the turns after a tool call itself.
         InvalidRequest: an invalid parameter, or a prompt that is too long.
     """
     if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None):
@@ -66,7 +67,7 @@ def _prompt_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:
         return list(tokenizer(text=prompts)["input_ids"])
     parts = [part for prompt in prompts for m in prompt if m["content"] for part in m["content"]]
     if any(isinstance(part, dict) and part.get("type") != "text" for part in parts):
-        raise NotSupported("rollout_func: images and other media in prompts")
+        raise NotSupported("rollout_func: images and other media in prompts are not supported")
     rendered = tokenizer.apply_chat_template(
         conversation=prompts,
         chat_template=getattr(trainer, "chat_template", None),

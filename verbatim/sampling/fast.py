@@ -1,4 +1,4 @@
-"""The ctypes interface of the compiled sampler (`verbatim/kernels/sampling.cpp`)."""
+"""The compiled samplers of the CPU (`kernels/sampling.cpp`) and of a GPU (`kernels/triton/sampling.py`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verbatim.sampling.processors import edit, is_edited
 
 
 class _Row(ctypes.Structure):
-    """`vb::SampleRow`, field for field."""
+    """`vb::SampleRow`; must match it field for field."""
 
     _fields_ = (
         ("seed", ctypes.c_uint64),
@@ -36,7 +36,7 @@ class _Row(ctypes.Structure):
 
 
 def supports(row: SampleRow) -> bool:
-    """Return whether the kernel supports the row: all but the typical filter and beams."""
+    """Return whether the kernel supports a row: anything but the typical filter and beams."""
     return not row.num_candidates and (row.target is not None or row.params.typical_p == 1)
 
 
@@ -47,7 +47,7 @@ def sample_rows(logits: Tensor, rows: list[SampleRow], logits_rows: list[int]) -
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     num_rows, vocab_size = len(rows), logits.shape[1]
-    edited: list[Tensor] = []  # keeps them alive until the kernel has read them
+    edited: list[Tensor] = []  # keeps the tensors alive until the kernel has read them
     specs = (_Row * num_rows)()
     for spec, row, logits_row in zip(specs, rows, logits_rows, strict=True):
         spec.logits_row = logits_row
@@ -80,7 +80,7 @@ def sample_rows(logits: Tensor, rows: list[SampleRow], logits_rows: list[int]) -
 
 
 def _fill(spec: _Row, row: SampleRow, raw: Tensor, edited: list[Tensor]) -> None:
-    """Fill in a row's parameters; `raw` are its logits in any dtype, and new tensors go to `edited`."""
+    """Set the fields for a row with logits `raw` of any dtype; append edited logits to `edited`."""
     params, vocab_size = row.params, raw.shape[0]
     spec.target = -1 if row.target is None else row.target
     spec.num_top = min(row.num_logprobs, vocab_size)
@@ -97,9 +97,9 @@ def _fill(spec: _Row, row: SampleRow, raw: Tensor, edited: list[Tensor]) -> None
 
 
 def specs_of_chain(rows: list[SampleRow], vocab_size: int) -> ctypes.Array[_Row] | None:
-    """Return rows as the kernels read them that draw several tokens in sequence (`WholeModel.chain`).
+    """Return the kernel's rows for drawing several tokens in sequence (`WholeModel.chain`).
 
-    None if a row is not supported, or penalties, biases, bans or a structure change it.
+    None if a row is not supported, or has penalties, biases, bans or a structure.
     """
     specs, raw = (_Row * len(rows))(), torch.empty(vocab_size, device="meta")
     for spec, row in zip(specs, rows, strict=True):
@@ -110,12 +110,47 @@ def specs_of_chain(rows: list[SampleRow], vocab_size: int) -> ctypes.Array[_Row]
 
 
 def support(logits: Tensor, params: SamplingParams) -> Support:
-    """Return the support of float32 logits `[V]` that were divided by the temperature."""
+    """Return the support of float32 logits `[V]`, already divided by the temperature."""
     vocab_size = logits.shape[0]
     spec = _Row(top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
-    ids = torch.empty(vocab_size + 32, dtype=torch.int32)  # the kernel writes beyond the last
+    ids = torch.empty(vocab_size + 32, dtype=torch.int32)  # the kernel writes past the last id
     log_mass = ctypes.c_double()
     logits = logits.contiguous()
     at = ctypes.byref(spec), ids.data_ptr(), ctypes.byref(log_mass)
     count = run("vb_support", None, logits.data_ptr(), vocab_size, *at)
     return Support(None, 0.0) if count < 0 else Support(ids[:count].tolist(), log_mass.value)
+
+
+def gpu_supports(row: SampleRow) -> bool:
+    """Return whether the GPU's sampler supports a row: only with a temperature and nothing else."""
+    if row.num_candidates or row.num_logprobs:
+        return False
+    if row.target is not None:
+        return True
+    params = row.params
+    plain = not params.top_k and params.top_p >= 1 and params.min_p <= 0 and params.typical_p >= 1
+    return plain and row.processed is None and not is_edited(row)
+
+
+def gpu_sample_rows(
+    logits: Tensor, rows: list[SampleRow], logits_rows: list[int]
+) -> list[Draw | None]:
+    """Draw supported rows on a GPU; None for rows that the CPU must draw, about one in several 100,000."""
+    from verbatim.kernels.triton.sampling import draw
+
+    seeds = [row.seed - (row.seed >> 63 << 64) for row in rows]  # as int64
+    columns = draw(
+        logits,
+        torch.tensor(logits_rows),
+        torch.tensor(seeds),
+        torch.tensor([row.position for row in rows]),
+        torch.tensor([row.sample_index for row in rows]),
+        torch.tensor([row.params.temperature for row in rows], dtype=torch.float32),
+        torch.tensor([-1 if row.target is None else row.target for row in rows]),
+    )
+    return [
+        Draw(token_id, logprob, sampled_logprob, [], []) if exact else None
+        for exact, token_id, logprob, sampled_logprob in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
+    ]

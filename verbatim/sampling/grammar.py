@@ -1,12 +1,11 @@
 """Structured output with the library llguidance: `GrammarCompiler` and `StructureState`.
 
-A structure constrains the completion's text without special tokens. So llguidance gets every id as the
-bytes that it adds to that text, which requires a tokenizer with context-free pieces. Ids that add another
-text at the beginning (a SentencePiece tokenizer drops its first space) can't come first.
+A structure constrains the completion's text without special tokens, so llguidance must know the bytes that
+each id adds to it, which requires a tokenizer with context-free pieces. Ids that add a different text at the
+beginning (a SentencePiece tokenizer drops its first space) can't come first.
 
-llguidance uses an additional end of sequence, one id past the model's; the real ones are allowed
-wherever the structure may end. Where the structure leaves no choice of text, llguidance allows only the
-tokenizer's own encoding.
+llguidance uses an additional end-of-sequence id, one past the model's ids; the real ones are allowed if the
+structure can end. If only one text is possible, llguidance allows only the tokenizer's own encoding of it.
 """
 
 from __future__ import annotations
@@ -43,34 +42,31 @@ from verbatim.sampling.vocabulary import Vocabulary
 from verbatim.text.tokenizer import Tokenizer
 
 MAX_COMPILED = 32  # cached structures
-MAX_COMPILED_CHARS = 2 * MAX_STRUCTURE_CHARS  # of their sources; the largest one takes up to 170 MB
-# llguidance recurses along chains of rules and references. The longest within MAX_STRUCTURE_CHARS
-# take less than a quarter of this; they would overflow a thread's default stack, which ends the process.
+MAX_COMPILED_CHARS = 2 * MAX_STRUCTURE_CHARS  # of their sources; one takes up to 170 MB
+# llguidance recurses along chains of rules and references. The longest that fit in MAX_STRUCTURE_CHARS take
+# less than a quarter of this; they would overflow a thread's default stack, which kills the process.
 _STACK_BYTES = 256 << 20
 
-# The budget of one mask; a request that exceeds it fails. It counts steps of the parser and the lexer, never
-# time, so a request fails at the same token on every machine.
+# Limits for computing one mask; a request that exceeds them fails. They count steps of the parser and the
+# lexer, not time, so a request fails at the same token on every machine.
 LIMITS: dict[str, int] = {
     "step_max_items": 16_000,  # Earley items, and one for each `_IDS_PER_ITEM` ids of the vocabulary
     "max_items_in_row": 4000,  # ... at one position
     "step_lexer_fuel": 200_000,  # nodes of regular expressions
-    "max_lexer_states": 250_000,  # of all masks
-    "initial_lexer_fuel": 1_000_000,  # nodes while it is compiled
+    "max_lexer_states": 250_000,  # over all masks
+    "initial_lexer_fuel": 1_000_000,  # nodes during compilation
     "max_grammar_size": 500_000,  # symbols
 }
 _IDS_PER_ITEM = 4
-# CPU time of a mask above which later masks are computed by `_slow_pool`. Short, as threads of the
-# usual priority that compute one mask after the other delay the steps.
+# CPU time of a mask above which later masks are computed by `_slow_pool`. It is short, as threads of normal
+# priority that compute masks continuously delay the steps.
 SLOW_S = 2.5e-4
-_QUICK_PER_SLOW = (
-    16  # quick masks for each `SLOW_S` of a slow one, until the grammar is quick again
-)
-
-# Intersections of terminals in one grammar. The time to compile them doubles with each, uncounted by LIMITS.
+_QUICK_PER_SLOW = 16  # quick masks per `SLOW_S` of a slow one until a grammar is quick again
+# Maximum number of intersections in a grammar. Each doubles the compilation time, which LIMITS don't count.
 MAX_AND = 8
 _LITERAL = re.compile(LARK_LITERAL)
 
-NO_TOKEN = "no text fits it from here on, or none that the tokenizer's tokens can write"
+NO_TOKEN = "no valid continuation exists, or the tokenizer can't produce one"
 
 _Key = tuple[str, Any, bool]  # `SamplingParams.structure`, its text or choices, `any_whitespace`
 _TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]]*\btemperature\s*=", re.MULTILINE)
@@ -79,12 +75,12 @@ _TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]]*\btemperature\s*=", re.MULTILINE)
 class GrammarCompiler:
     """Compiles structures of requests; one per engine, created on the first such request.
 
-    The `MAX_COMPILED` last used ones, of at most `MAX_COMPILED_CHARS`, are cached.
+    The `MAX_COMPILED` most recently used ones, of at most `MAX_COMPILED_CHARS`, are cached.
 
     Args:
-        tokenizer: the model's.
-        vocab_size: `V`, the width of the model's logits; the tokenizer may have fewer or more ids.
-        eos_ids: ids that end a completion; those outside `V` are ignored.
+        tokenizer: the model's tokenizer.
+        vocab_size: V, the width of the model's logits; the tokenizer may have fewer or more ids.
+        eos_ids: ids that end a completion; those beyond V are ignored.
 
     Raises:
         InvalidRequest: the tokenizer does not support structures.
@@ -94,9 +90,9 @@ class GrammarCompiler:
         self.num_words = -(-vocab_size // 32)
         self.eos_ids = eos_ids
         self.vocabulary = Vocabulary(tokenizer, vocab_size)
-        self.real = bitmask(self.vocabulary.real_ids, vocab_size)
-        self.first = ~bitmask(self.vocabulary.never_first, vocab_size)
-        self.eos = bitmask((i for i in eos_ids if 0 <= i < vocab_size), vocab_size)
+        self.real_mask = bitmask(self.vocabulary.real_ids, vocab_size)
+        self.first_mask = ~bitmask(self.vocabulary.never_first, vocab_size)
+        self.eos_mask = bitmask((i for i in eos_ids if 0 <= i < vocab_size), vocab_size)
         wrapper: Any = self.vocabulary  # implements llguidance's TokenizerWrapper
         self._ll = LLTokenizer(wrapper)
         self.vocabulary.greedy = self._ll.greedy_tokenize
@@ -106,7 +102,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[_Key, _Compiled] = OrderedDict()
         self._lock = threading.Lock()  # guards `_compiled`, used by many threads
 
-    def knows(self, params: SamplingParams) -> bool:
+    def is_cached(self, params: SamplingParams) -> bool:
         """Return whether the structure of `params` is cached."""
         with self._lock:
             return _key(params) in self._compiled
@@ -115,16 +111,16 @@ class GrammarCompiler:
         """Return the state before the first token.
 
         Args:
-            params: one of `json_schema`, `regex`, `grammar` and `choice` is set.
+            params: parameters with one of `json_schema`, `regex`, `grammar` and `choice`.
             ends: whether an id of `eos_ids` ends the completion.
 
         Raises:
-            InvalidRequest: the structure is invalid, unsupported or unsatisfiable; the message has the
+            InvalidRequest: the structure is invalid, unsupported or unsatisfiable; the message names the
                 field and llguidance's reason.
         """
         key = _key(params)
         with self._lock:
-            compiled = self._compiled.pop(key, None)
+            compiled = self._compiled.get(key)
         compiled = compiled or self.compile(key)
         state = StructureState(self, compiled, ends)
         try:
@@ -133,7 +129,8 @@ class GrammarCompiler:
             raise InvalidRequest(str(error)) from None
         if empty:
             raise InvalidRequest(
-                f"{params.structure}: only the empty text fits it, and no end of sequence ends it"
+                f"{params.structure}: it matches only the empty text, and the completion can't "
+                "end with an end-of-sequence token"
             )
         with self._lock:  # cache valid structures only, the last used one at the end
             if state.compiled is compiled:
@@ -153,7 +150,7 @@ class GrammarCompiler:
                 del self._compiled[compiled.key]
 
     def compile(self, key: _Key) -> _Compiled:
-        """Compile a structure, cached or not; raise InvalidRequest as `start`."""
+        """Compile a structure without the cache; raise InvalidRequest as `start` does."""
         kind, text, any_whitespace = key
 
         def make() -> LLMatcher:
@@ -174,12 +171,12 @@ class GrammarCompiler:
 
 
 class _Compiled:
-    """A compiled structure, with llguidance's lexer, which all its states share.
+    """A compiled structure with its llguidance lexer, which is shared by all its states.
 
     Attributes:
-        lock: held while one of the states computes. llguidance has its own lock for the lexer, which a
-            thread that holds the GIL would wait for.
-        slow_for: number of quick masks needed before this structure counts as quick again.
+        lock: held while one of the states computes. llguidance also locks the lexer, but waits for its lock
+            without releasing the GIL.
+        slow_for: number of quick masks needed until this structure counts as quick again.
     """
 
     def __init__(self, key: _Key, matcher: LLMatcher, failed: LLMatcher) -> None:
@@ -192,8 +189,8 @@ class _Compiled:
     def consume(self, matcher: LLMatcher, token_id: int) -> None:
         """Push a token to the matcher of a state."""
         if self.slow_for:
-            # consume_token would hold the GIL, for 100 ms at worst. This call releases it if it has two
-            # matchers or more; for one in an error state it does nothing.
+            # consume_token would hold the GIL, for up to 100 ms. This call releases it, but only for two or
+            # more matchers. The second one is in an error state, so it does nothing.
             _executor().consume_token_par([(matcher, token_id), (self._failed, 0)])
         else:
             matcher.consume_token(token_id)
@@ -205,10 +202,10 @@ class _Compiled:
 
 
 class StructureState:
-    """The state of one completion in its structure. It depends only on the pushed ids.
+    """The state of one completion in its structure, which depends only on the pushed ids.
 
-    Masks are computed by `mask`, or before it in a thread (`prepare`). Nothing else uses llguidance's
-    matcher, so it needs no lock.
+    Masks are computed by `mask`, or in advance by a thread (`prepare`). Nothing else uses the matcher, so it
+    needs no lock.
 
     Args:
         ends: whether an id of `eos_ids` ends the completion.
@@ -228,29 +225,29 @@ class StructureState:
 
     @property
     def is_slow(self) -> bool:
-        """True if its masks take long."""
+        """True if computing masks takes long."""
         return self.compiled.slow_for > 0
 
     @property
     def ready(self) -> bool:
-        """True if `mask` returns at once."""
+        """True if `mask` returns immediately."""
         return self._mask is not None or (self._job is not None and self._job.done())
 
     def prepare(self) -> Future[Tensor] | None:
-        """Start computing the mask in a thread; return the computation under way, None once it is over."""
+        """Start computing the mask in a thread; return the running computation, or None if it is done."""
         if self._mask is None and self._job is None:
             pool = _slow_pool() if self.is_slow else _quick_pool()
             self._job = pool.submit(self._compute)
         return None if self.ready else self._job
 
     def mask(self) -> Tensor:
-        """Return the ids that may come next: int32 `[ceil(V / 32)]`, bit `i % 32` of word `i // 32`.
+        """Return the ids that can come next: int32 `[ceil(V / 32)]`, bit `i % 32` of word `i // 32`.
 
-        They include `eos_ids` where the structure may end. The mask is zero once it is complete
-        and no end of sequence ends it. The tensor is not modified later.
+        They include `eos_ids` if the structure can end here and `ends` is set. The mask is zero if the
+        structure is complete and `ends` is not set. The tensor is not modified later.
 
         Raises:
-            RequestFailed: over one of the `LIMITS`, or no id of the vocabulary fits.
+            RequestFailed: one of the `LIMITS` is exceeded, or no id of the vocabulary fits.
         """
         if self._mask is None:
             self._mask = self._compute() if self._job is None else self._job.result()
@@ -266,13 +263,13 @@ class StructureState:
         """
         if self._ends and token_id in self._compiler.eos_ids:
             return True
-        assert in_mask(self.mask(), token_id), f"id {token_id} was drawn, and does not fit"
+        assert in_mask(self.mask(), token_id), f"id {token_id} was drawn but is not allowed"
         self._ids.append(token_id)
         self._mask = None
         return False
 
     def is_complete(self) -> bool:
-        """Return whether nothing can follow, not even an end of sequence; raises as `mask`."""
+        """Return whether nothing can follow, not even an end of sequence; raise as `mask`."""
         return not self._ends and not bool(self.mask().any())
 
     def fork(self) -> StructureState:
@@ -290,8 +287,8 @@ class StructureState:
         except _LexerFailed:
             if self._owns_lexer:
                 raise
-        # The lexer's limits also count the work of other requests, and it has failed for all of them.
-        # Repeat this completion with a separate lexer, so that its result depends on it alone.
+        # The lexer's limits also count the work of other requests, and a failed lexer fails for all. Repeat
+        # this completion with a separate lexer, so that its result depends on itself alone.
         self._compiler.drop(self.compiled)
         try:
             self.compiled = self._compiler.compile(self.compiled.key)
@@ -321,16 +318,17 @@ class StructureState:
             self._check()
             accepting = self._matcher.is_accepting()
         kind = compiled.key[0]
-        mask = words[: compiler.num_words] & compiler.real
+        mask = words[: compiler.num_words] & compiler.real_mask
         if not self._has_text:
             has_ids = bool(mask.any())
-            mask &= compiler.first
+            mask &= compiler.first_mask
             if has_ids and not accepting and not bool(mask.any()):
                 raise RequestFailed(
-                    f"{kind}: every text that fits begins with a space, which the tokenizer drops there"
+                    f"{kind}: every match begins with a space, which the tokenizer drops at the "
+                    "start of a completion"
                 )
         if accepting and self._ends:
-            mask |= compiler.eos
+            mask |= compiler.eos_mask
         elif not accepting and not bool(mask.any()):
             raise RequestFailed(f"{kind}: {NO_TOKEN}")
         return mask
@@ -358,25 +356,25 @@ class _LexerFailed(RequestFailed):
 
 @cache
 def _quick_pool() -> ThreadPoolExecutor:
-    """Return the threads for masks that may be quick."""
+    """Return the threads for masks that are expected to be quick."""
     return ThreadPoolExecutor(2, "grammar-masks")
 
 
 @cache
 def _slow_pool() -> ThreadPoolExecutor:
-    """Return the threads for slow masks, of the lowest priority."""
+    """Return the threads for slow masks, with the lowest priority."""
     return ThreadPoolExecutor(2, "grammar-slow-masks", initializer=_lower_priority)
 
 
 @cache
 def _executor() -> LLExecutor:
-    """Return the executor that pushes tokens without the GIL, in threads of the lowest priority."""
+    """Return the executor that pushes tokens without the GIL, in threads with the lowest priority."""
     with ThreadPoolExecutor(1, initializer=_lower_priority) as thread:
         return thread.submit(LLExecutor, 2).result()
 
 
 def _lower_priority() -> None:
-    """Give this thread the lowest priority, on Linux, where priorities are per thread."""
+    """Give this thread the lowest priority; only on Linux, as priorities are per thread there."""
     if hasattr(os, "setpriority") and sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
@@ -387,20 +385,20 @@ def _after_fork() -> None:
         threads.cache_clear()
 
 
-os.register_at_fork(after_in_child=_after_fork)  # a child has none of the threads
+os.register_at_fork(after_in_child=_after_fork)  # threads don't exist in a child
 
 
 def _with_deep_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
     """Call `make` in a thread with `_STACK_BYTES` of stack."""
     pool = ThreadPoolExecutor(1, "verbatim-grammar", initializer=_lower_priority)
     with _stack_lock:
-        before = threading.stack_size(_STACK_BYTES)
+        previous = threading.stack_size(_STACK_BYTES)
         try:
-            made = pool.submit(make)  # starts the thread
+            future = pool.submit(make)  # starts the thread
         finally:
-            threading.stack_size(before)
+            threading.stack_size(previous)
     pool.shutdown(wait=False)
-    return made.result()
+    return future.result()
 
 
 _stack_lock = threading.Lock()
@@ -412,7 +410,6 @@ def _num_chars(key: _Key) -> int:
 
 
 def _key(params: SamplingParams) -> _Key:
-    """Return the cache key of a request's structure."""
     name = params.structure
     assert name is not None
     return name, getattr(params, name), params.any_whitespace

@@ -13,10 +13,10 @@ from verbatim.errors import InvalidRequest
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# No \uXXXX: a string has one spelling only, so that keys can't be repeated under another spelling.
+# Without \uXXXX, a string has only one spelling, so that keys can't be repeated in another spelling.
 _ESCAPES: JsonCompileOptions = {"json_allowed_escapes": 'nrbtf\\"'}
-# Options of llguidance. A compact document has no whitespace but one space after a colon or comma. "Any
-# whitespace" is one space between parts, or one line break with up to 32 spaces or 16 tabs after it: without
+# Options of llguidance. A compact document has no whitespace except a space after a colon or comma. "Any
+# whitespace" between parts is one space, or one line break with up to 32 spaces or 16 tabs after it: without
 # a bound, a model can generate whitespace forever.
 COMPACT: JsonCompileOptions = _ESCAPES | {
     "whitespace_flexible": False,
@@ -41,20 +41,20 @@ _KEYWORDS |= frozenset(
     "pattern format".split()
 )
 _CONSTANTS = _NUMBERS | {"const", "enum"}
-_OF_OTHERS = frozenset(["additionalProperties", "patternProperties", "minProperties"])
+_OPEN_KEYWORDS = frozenset(["additionalProperties", "patternProperties", "minProperties"])
 _CHOICES = frozenset(["$ref", "anyOf", "oneOf"])
 _OLD_DRAFT = re.compile("draft-0[0-7]|2019-09")
 # Comments and literals of a Lark grammar, and the beginning of a schema in it.
 LARK_LITERAL = r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/'
 _EMBEDDED = re.compile(rf"{LARK_LITERAL}|(?P<schema>%json\s*)")
-_UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # only \uXXXX could write them
+_UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # would require \uXXXX
 
 
 def check_schema(root: dict[str, Any]) -> None:
-    """Refuse what llguidance ignores silently, or gets wrong.
+    """Refuse what llguidance silently ignores or gets wrong.
 
-    That is: unknown keywords (annotations, by JSON Schema), integers beyond double precision, control
-    characters in constants, and counts of keys that repeated keys would satisfy.
+    These are unknown keywords (which JSON Schema treats as annotations), integers beyond double precision,
+    control characters in constants, and key counts that repeated keys would satisfy.
     """
     old = bool(_OLD_DRAFT.search(str(root.get("$schema", ""))))
     for path, schema, _ in _schemas(root):
@@ -76,42 +76,43 @@ def check_schema(root: dict[str, Any]) -> None:
         )
         if isinstance(least, int) and least > known + 1 and free:
             refuse(
-                f"minProperties={least} is not supported with {known} required properties: keys that are "
-                "not listed can repeat, so that one more than those is the most that can be promised"
+                f"minProperties={least} is not supported with {known} required properties: "
+                "unlisted keys may repeat, so at most one more than the required properties can "
+                "be guaranteed"
             )
         for key in sorted(schema.keys() & _CONSTANTS):
             if why := _why_unsupported(schema[key]):
                 refuse(f"{key}: {why}")
 
 
-def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a stricter schema: objects have only the listed properties, where it does not mention others.
+def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a stricter schema, in which objects have only listed properties unless they mention others.
 
-    Otherwise a model, a small one above all, may invent further properties. A schema with several parts for
-    one value is returned unchanged.
+    Otherwise a model, especially a small one, may invent properties. A schema with several parts for one
+    value is returned unchanged.
     """
-    found: dict[str, Any] = json.loads(json.dumps(schema))
-    for _, part, _ in _schemas(found):
+    stricter: dict[str, Any] = json.loads(json.dumps(schema))
+    for _, part, _ in _schemas(stricter):
         if "allOf" in part or ("properties" in part and part.keys() & _CHOICES):
             return schema
-        if part.get("properties") and not part.keys() & _OF_OTHERS:
+        if part.get("properties") and not part.keys() & _OPEN_KEYWORDS:
             part["additionalProperties"] = False
-    return found
+    return stricter
 
 
-# llguidance intersects the automata of `allOf`, `$ref` and the keywords beside them, in a time and
-# memory that grow with their product, which its own limits do not count. `multipleOf` has as
-# many states as its value; the factor of a pattern is measured: 8 patterns take milliseconds, 20 seconds.
+# llguidance intersects the automata of `allOf`, `$ref` and adjacent keywords. Time and memory grow with the
+# product of their sizes, which its own limits don't count. `multipleOf` has as many states as its value. The
+# factor for a pattern is measured: 8 patterns take milliseconds, 20 take seconds.
 MAX_PRODUCT = 100_000
 _PATTERN_STATES = 4
-MAX_PATTERN_PROPERTIES = 100  # in a whole schema: each is compared with each
+MAX_PATTERN_PROPERTIES = 100  # in a whole schema; each is compared with all others
 MAX_MULTIPLES = 1_000_000  # the sum of all multipleOf
 
 
 def check_cost(root: dict[str, Any]) -> None:
     """Refuse schemas that would take very long to compile.
 
-    References by `$id` reach any object, so that all are counted as schemas.
+    References by `$id` can reach any object, so all objects count as schemas.
     """
     products: dict[int, int] = {}  # by id of a schema
     num_pattern_properties = sum_multiples = 0
@@ -123,7 +124,7 @@ def check_cost(root: dict[str, Any]) -> None:
         product = multiple * _PATTERN_STATES ** (("pattern" in schema) + ("format" in schema))
         either = 1
         for how, _, part in parts:
-            # A part without a product refers to a schema around it, which adds nothing.
+            # A part without a product is a reference to an enclosing schema, which adds nothing.
             size = products.get(id(part), 1)
             product *= size if how == "all" else 1
             either = max(either, size if how == "any" else 1)
@@ -151,7 +152,7 @@ _Parts = list[tuple[str, str, dict[str, Any]]]
 def _schemas(
     root: dict[str, Any], *, anywhere: bool = False
 ) -> Iterator[tuple[str, dict[str, Any], _Parts]]:
-    """Yield each schema in a schema once, after its parts: its path, the schema and its `_parts`."""
+    """Yield (path, schema, `_parts`) once for each schema in `root`, after those of its parts."""
     todo: list[tuple[str, dict[str, Any], _Parts | None]] = [("#", root, None)]
     seen: set[int] = set()
     while todo:
@@ -166,16 +167,16 @@ def _schemas(
 
 
 def _parts(root: dict[str, Any], path: str, schema: dict[str, Any], anywhere: bool) -> _Parts:
-    """Return the schemas in a schema: how they apply to its value ("all", "any" or "none"), path, schema.
+    """Return the parts of a schema as (how it applies to the value: "all", "any" or "none", path, part).
 
     Args:
-        anywhere: include objects that are in no place of a schema, such as examples.
+        anywhere: whether to include objects outside of schema keywords, such as examples.
     """
     parts: list[tuple[str, str, Any]] = []
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and value.startswith("#"):
             # The target may be outside of schema keywords.
-            parts.append(("all", value, _at(root, value)))
+            parts.append(("all", value, _resolve_pointer(root, value)))
         elif key in _MAPS and isinstance(value, dict):
             parts += [("none", f"{path}/{key}/{name}", part) for name, part in value.items()]
         elif isinstance(value, list) and (key in _LISTS or key == "items"):
@@ -205,9 +206,9 @@ def _objects(path: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def format_embedded(grammar: str, options: JsonCompileOptions) -> str:
-    """Return a Lark grammar with `options` for its schemas without options; apply `check_cost` to them.
+    """Add `options` to the schemas in a Lark grammar unless they have options; apply `check_cost` to them.
 
-    llguidance's own options allow any whitespace, which a model can generate forever.
+    llguidance's defaults allow any whitespace, which a model can generate forever.
     """
     decoder, parts, at = json.JSONDecoder(), list[str](), 0
     for match in _EMBEDDED.finditer(grammar):
@@ -249,12 +250,12 @@ def _why_unsupported(value: Any) -> str | None:
     if isinstance(value, str) and _UNWRITABLE.search(value):
         return f"{value!r} has control characters, which are not supported"
     if isinstance(value, int) and abs(value) > 2**53:
-        return f"{value} is beyond the integers that are exact, 2**53"
+        return f"{value} exceeds 2**53, the largest exact integer"
     return None
 
 
-def _at(root: Any, pointer: str) -> Any:
-    """Return the target of a JSON pointer, or None if missing, which llguidance reports."""
+def _resolve_pointer(root: Any, pointer: str) -> Any:
+    """Return the target of a JSON pointer; None if it is missing, which llguidance reports."""
     for part in pointer.split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
         if isinstance(root, list) and part.isdecimal() and int(part) < len(root):

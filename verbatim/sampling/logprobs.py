@@ -1,9 +1,8 @@
 """Masses and log-probs of one row of logits, batch-invariant.
 
-A mass is a sum of `exp(logit - max)` in float64. The exponential consists of explicit additions and
-products, and id `i` is always added to lane `i % 32`, so that one row alone, a row of a batch, any
-number of threads and the kernel (`verbatim/kernels/logits.h`) agree bit for bit, unlike with
-`torch.logsumexp`.
+A mass is a sum of `exp(logit - max)` in float64. The exponential consists of explicit additions and products,
+and id `i` is always added to lane `i % 32`. Unlike with `torch.logsumexp`, a row alone or in a batch, any
+number of threads and the kernel (`verbatim/kernels/logits.h`) are bit-identical.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from verbatim.kernels.options import EXP_COEFFICIENTS, NUM_LANES
 
 
 def exp_falling(x: Tensor) -> Tensor:
-    """Return `exp(x)` for float64 `x <= 0`: exactly 1 at 0, and never below `2**-1000`."""
+    """Return `exp(x)` for float64 `x <= 0`: exactly 1 at 0, never below `2**-1000`."""
     t = (x * 1.4426950408889634).clamp(min=-1000.0)
     n = torch.round(t)
     r = t - n
@@ -37,7 +36,7 @@ def lane_sum(values: Tensor) -> float:
     """Sum float64 values `[V]`, in the fixed order of this module."""
     padding = -values.shape[0] % NUM_LANES
     lanes = torch.nn.functional.pad(values, (0, padding)).view(-1, NUM_LANES)
-    # A running sum adds row after row; the order of `sum` is not defined.
+    # cumsum adds row by row; the order of `sum` is undefined.
     lanes = lanes.cumsum(0)[-1]
     while lanes.shape[0] > 1:
         half = lanes.shape[0] // 2
@@ -60,18 +59,13 @@ class Mass:
             return None
         return cls(top, lane_sum(masses(logits, top)))
 
-    def logprobs(self, logits: Tensor) -> list[float]:
-        """Return the log-probs of some of the row's logits, rounded to float32."""
-        values: list[float] = self.row(logits).tolist()
-        return values
-
     def row(self, logits: Tensor) -> Tensor:
-        """Return the log-probs of some of the row's logits, as a float32 tensor."""
+        """Return the log-probs of some of the row's logits, rounded to float32."""
         return (logits.double() - self.top - math.log(self.total)).float()
 
 
 def likeliest(logits: Tensor, n: int) -> Tensor:
-    """Return the ids of the `n` largest logits `[V]`, largest first, ties by id, without -inf."""
+    """Return the ids of the `n` largest logits `[V]` above -inf, largest first, ties by id."""
     n = min(n, int((logits > -math.inf).sum()))
     if n == 0:
         return torch.empty(0, dtype=torch.int64)

@@ -1,8 +1,8 @@
 """Counter-based Gumbel noise: a pure function of seed, sample index, position and token id.
 
-`argmax(logits + noise)` draws from `softmax(logits)` (Gumbel 1954; Yellott 1977). The words come
-from Philox4x32-10 (Salmon et al. 2011), without a generator and its state, so scheduling can't
-change a draw. This is the readable reference of `verbatim/kernels/philox.h`.
+`argmax(logits + noise)` draws from `softmax(logits)` (Gumbel 1954; Yellott 1977). The random words are from
+Philox4x32-10 (Salmon et al. 2011), which has no generator state, so scheduling can't change a draw. This is
+the readable reference for `verbatim/kernels/philox.h`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
 
 
 def _product(a: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """Return the high and low word of a 32 x 32 bit product, in halves as int64 is signed."""
+    """Return the high and low word of a 32 x 32 bit product, computed by halves as int64 is signed."""
     high_half, low_half = a * (m >> 16), a * (m & 0xFFFF)  # each below 2**48
     high = (high_half + (low_half >> 16)) >> 16
     low = (((high_half & 0xFFFF) << 16) + low_half) & _WORD
@@ -43,17 +43,12 @@ def _product(a: Tensor, m: int) -> tuple[Tensor, Tensor]:
 
 
 def gumbel_row(seed: int, sample_index: int, position: int, vocab_size: int) -> Tensor:
-    """Return the noise of ids 0 to `vocab_size - 1`: [V] float32.
+    """Return the noise of ids 0 to `vocab_size - 1`, `[V]` float32, bit-identically without kernels.
 
-    Word `id % 4` of Philox with counter `(id // 4, position, sample_index, 0)` and the seed as key
-    (low word first), as `-log(-log1p(-(bits + 1/2) / 2**32))` in float64, rounded once to float32. The bits
-    are the same with and without kernels.
+    The noise of an id is `-log(-log1p(-(bits + 1/2) / 2**32))` in float64, rounded once to float32, where
+    bits is word `id % 4` of Philox with counter `(id // 4, position, sample_index, 0)` and the seed as key
+    (low word first).
     """
-    for name, value in (("sample_index", sample_index), ("position", position)):
-        if not 0 <= value <= _WORD:
-            raise ValueError(f"{name}={value}: must be 0 to {_WORD}")
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"seed={seed}: must be 0 to {2**64 - 1}")
     if kernels.library() is not None:
         out = torch.empty(vocab_size, dtype=torch.float32)
         run("vb_gumbel", None, seed, sample_index, position, vocab_size, out.data_ptr())
@@ -66,11 +61,11 @@ def gumbel_row(seed: int, sample_index: int, position: int, vocab_size: int) -> 
 
 
 def _transform(bits: Tensor) -> Tensor:
-    """Convert words to Gumbel variates, bit-identically on every path and every machine.
+    """Convert words to Gumbel variates, bit-identically on every path and machine.
 
-    Logarithms in float64 may differ in the last place between libraries, and between the vector
-    body and the scalar tail of one. That matters only where a value lies next to the middle of two
-    float32 numbers, about once in a million; there the C library's logarithm is used, as in the kernel.
+    float64 logarithms may differ in the last place between libraries, and between the vector body and the
+    scalar tail of one. That matters only if a value is next to the midpoint of two float32 numbers, about
+    once in a million; then the C library's logarithm is used, as in the kernel.
     """
     uniform = (bits.double() + 0.5) * 2.0**-32
     noise = -torch.log(-torch.log1p(-uniform))

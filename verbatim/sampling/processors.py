@@ -1,14 +1,14 @@
 """Logits processing before a draw: penalties, biases, bans, temperature, filters.
 
-Plain functions of one float32 row `[V]` that return a new row. They are the readable reference of the
-kernel, and equal to transformers' warpers on logits without ties.
+These are functions of one float32 row `[V]` that return a new row. They are the readable reference for the
+kernel, and agree with transformers' warpers on logits without ties.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -27,7 +27,7 @@ _MINUS_INF = int(torch.tensor(-math.inf, device="cpu").view(torch.int32))
 def process(logits: Tensor, row: SampleRow) -> Tensor:
     """Process one row of raw logits `[V]` before the noise is added; filtered ids become -inf.
 
-    If `is_greedy`, the row is edited but not filtered, as its largest logit is taken.
+    If `is_greedy`, the row is edited but not filtered.
     """
     logits = edit(logits.float(), row)
     return logits if is_greedy(logits, row.params.temperature) else warp(logits, row.params)
@@ -35,22 +35,24 @@ def process(logits: Tensor, row: SampleRow) -> Tensor:
 
 def warp(logits: Tensor, params: SamplingParams) -> Tensor:
     """Apply temperature and the filters, in order."""
-    logits = temperature(logits, params.temperature)
-    if params.top_k:
-        logits = top_k(logits, params.top_k)
+    logits = logits / params.temperature
+    if params.top_k:  # ties with the k-th are kept
+        kth_largest = torch.topk(logits, min(params.top_k, logits.shape[0])).values[-1]
+        logits = logits.masked_fill(logits < kth_largest, -math.inf)
     if params.top_p < 1:
         logits = top_p(logits, params.top_p)
-    if params.min_p > 0:
-        logits = min_p(logits, params.min_p)
+    if params.min_p > 0:  # relative to the probability of the likeliest id
+        is_unlikely = masses(logits, logits.max().item()) < params.min_p
+        logits = logits.masked_fill(is_unlikely, -math.inf)
     if params.typical_p < 1:
         logits = typical(logits, params.typical_p)
     return logits
 
 
 def edit(logits: Tensor, row: SampleRow) -> Tensor:
-    """Apply penalties, biases, bans and the structure, in order, as float32.
+    """Apply penalties, biases, bans and the structure, in this order, in float32.
 
-    Without any, return the tensor itself. The output of the request's own processors replaces the logits.
+    Without any, return the tensor itself. The output of the request's custom processors replaces the logits.
     """
     params, size = row.params, logits.shape[0]
     if row.processed is not None:
@@ -66,22 +68,23 @@ def edit(logits: Tensor, row: SampleRow) -> Tensor:
             logits, params.presence_penalty, params.frequency_penalty, row.output_ids
         )
     if params.logit_bias:
-        logits = bias(logits, params.logit_bias)
+        ids, values = _columns(tuple(params.logit_bias.items()), size)
+        logits = logits.index_copy(0, ids, logits[ids] + values)
     if row.banned_ids:
         logits = logits.index_fill(0, _in_vocabulary(row.banned_ids, size), -math.inf)
     if row.mask is not None:
-        logits = only(logits, row.mask)
+        logits = apply_mask(logits, row.mask)
     return logits
 
 
-def only(logits: Tensor, mask: Tensor) -> Tensor:
-    """Set ids without their bit in the mask to -inf: float32 `[V]`, int32 `[ceil(V / 32)]`.
+def apply_mask(logits: Tensor, mask: Tensor) -> Tensor:
+    """Set logits `[V]` float32 of ids that are not in `mask`, a `bitmask`, to -inf.
 
-    It works on bit patterns, as `masked_fill` takes ten times as long for a mask without long runs.
+    Works on bit patterns, as `masked_fill` takes ten times as long for a mask without long runs.
     """
     size = logits.shape[0]
     bits = np.unpackbits(mask.numpy().view(np.uint8), count=size, bitorder="little")
-    keep = torch.from_numpy(bits).int().neg_()  # all ones, or none
+    keep = torch.from_numpy(bits).int().neg_()  # all ones, or zero
     kept = logits.view(torch.int32) & keep
     return kept.bitwise_or_(keep.bitwise_not_().bitwise_and_(_MINUS_INF)).view(torch.float32)
 
@@ -100,7 +103,6 @@ def is_edited(row: SampleRow) -> bool:
 
 
 def _in_vocabulary(ids: Iterable[int], size: int) -> Tensor:
-    """Return the distinct ids within the vocabulary."""
     return torch.tensor([i for i in set(ids) if 0 <= i < size], dtype=torch.int64)
 
 
@@ -123,13 +125,7 @@ def count_penalties(
     return logits.index_copy(0, ids, logits[ids] - penalties)
 
 
-def bias(logits: Tensor, biases: Mapping[int, float]) -> Tensor:
-    """Add a number to the logits of some ids."""
-    ids, values = _columns(tuple(biases.items()), logits.shape[0])
-    return logits.index_copy(0, ids, logits[ids] + values)
-
-
-@lru_cache(maxsize=64)  # a request's biases are the same in each of its rows and steps
+@lru_cache(maxsize=64)  # a request's biases are the same in all rows and steps
 def _columns(biases: tuple[tuple[int, float], ...], size: int) -> tuple[Tensor, Tensor]:
     valid = {i: value for i, value in biases if i < size}
     ids = torch.tensor(list(valid), dtype=torch.int64)
@@ -137,23 +133,12 @@ def _columns(biases: tuple[tuple[int, float], ...], size: int) -> tuple[Tensor, 
 
 
 def is_greedy(logits: Tensor, temperature: float) -> bool:
-    """Return whether the largest logit is taken: at temperature 0, or if dividing by it overflows."""
+    """Return whether the largest logit is taken: at temperature 0, or if the division overflows."""
     return not torch.isfinite(logits.max() / temperature)
 
 
-def temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Divide by a temperature above 0."""
-    return logits / temperature
-
-
-def top_k(logits: Tensor, k: int) -> Tensor:
-    """Keep the `k` largest; ties at the k-th survive."""
-    kth_largest = torch.topk(logits, min(k, logits.shape[0])).values[-1]
-    return logits.masked_fill(logits < kth_largest, -math.inf)
-
-
 def top_p(logits: Tensor, p: float) -> Tensor:
-    """Keep the fewest ids whose probabilities reach `p`, by logit descending and id ascending."""
+    """Keep the fewest ids that reach probability `p`, by logit descending and id ascending."""
     ordered, ids = torch.sort(logits, descending=True, stable=True)
     mass = masses(ordered, ordered[0].item())
     before = mass.cumsum(0).roll(1)
@@ -161,13 +146,8 @@ def top_p(logits: Tensor, p: float) -> Tensor:
     return logits.index_fill(0, ids[before >= p * lane_sum(mass)], -math.inf)
 
 
-def min_p(logits: Tensor, p: float) -> Tensor:
-    """Drop ids less likely than `p` times the likeliest."""
-    return logits.masked_fill(masses(logits, logits.max().item()) < p, -math.inf)
-
-
 def typical(logits: Tensor, p: float) -> Tensor:
-    """Keep the ids whose surprise is nearest the entropy, up to mass `p` (Meister et al. 2022)."""
+    """Keep the ids with surprise nearest to the entropy, up to mass `p` (Meister et al. 2022)."""
     top = logits.max().item()
     mass = masses(logits, top).masked_fill(logits == -math.inf, 0.0)
     total = lane_sum(mass)
@@ -187,16 +167,12 @@ def bitmask(ids: Iterable[int], vocab_size: int) -> Tensor:
 
 
 def in_mask(mask: Tensor, token_id: int) -> bool:
-    """Return whether a mask made by `bitmask` has an id."""
+    """Return whether a `bitmask` contains an id."""
     return bool(mask[token_id // 32] >> (token_id % 32) & 1)
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse parameters with token ids outside of the vocabulary.
-
-    Raises:
-        InvalidRequest: with the field, the id and the limit.
-    """
+    """Raise InvalidRequest if a parameter has a token id outside of the vocabulary."""
     named: dict[str, Iterable[int]] = {
         "logit_bias": params.logit_bias or (),
         "allowed_token_ids": params.allowed_token_ids or (),

@@ -1,8 +1,8 @@
-"""The sampler: rows of logits to token ids and log-probs.
+"""The sampler: from rows of logits to token ids and log-probs.
 
-Everything happens in float32, row by row, and is batch-invariant: no result depends on other rows or on
-the number of threads. The compiled one-pass sampler and the plain torch one draw the same ids. With logits
-on a GPU, unfiltered rows are drawn there, bit-identically, and the others on the CPU.
+Every row is sampled independently: no result depends on other rows or on the number of threads. The compiled
+one-pass sampler and the torch reference draw the same ids. With logits on a GPU, unfiltered rows are drawn
+there, bit-identically, and the others on the CPU.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 
 from verbatim import kernels
 from verbatim.batch import DRAW_FAILED, Candidates, Draw, Draws, SamplePlan, SampleRow, Support
-from verbatim.checks import integer
+from verbatim.common.checks import integer
 from verbatim.errors import InvalidRequest
 from verbatim.options import on_cpu
 from verbatim.params import SamplingParams
-from verbatim.sampling import fast, gpu
+from verbatim.sampling import fast
 from verbatim.sampling.logprobs import Mass, likeliest
 from verbatim.sampling.noise import gumbel_row
-from verbatim.sampling.processors import edit, is_greedy, temperature, warp
+from verbatim.sampling.processors import edit, is_greedy, warp
 
-# Maps rows of a plan and their rows of logits to draws; None for a row that another sampler must draw.
+# Draws rows of a plan from the logits rows with the given indices; None: another sampler must draw the row.
 Sample = Callable[[list[SampleRow], list[int]], Iterable[Draw | None]]
 MAX_POSITION = 2**32 - 1
 
@@ -35,21 +35,20 @@ MAX_POSITION = 2**32 - 1
 def sample_rows(logits: Tensor, plan: SamplePlan) -> Draws:
     """Draw an id, or score the target, for each row of a plan.
 
-    A drawn id is `argmax(process(logits) + gumbel)`, ties to the lowest id; at temperature 0 the
-    largest logit after penalties, biases and bans, ties to the lowest id.
+    A drawn id is `argmax(process(logits) + gumbel)`; at temperature 0 the largest logit after penalties,
+    biases and bans. Ties go to the lowest id.
 
     A row that can't be drawn does not affect the others: if its logits have NaN or +inf, or nothing above
     -inf, its id is -1, both log-probs are NaN and its lists are empty. The engine then fails that request.
 
     Args:
-        logits: `[R, V]`, any floating dtype and device; never written to.
-        plan: one `SampleRow` per row of logits, or with `logits_rows`: several samples may be drawn
-            from one row.
+        logits: `[R, V]`, any floating dtype and device; not modified.
+        plan: one `SampleRow` per row of logits; or with `logits_rows`, any number of them.
 
     Returns:
-        A `Draw` for each row. `logprob` is of the raw logits at temperature 1, `sampled_logprob` of the
-        distribution drawn from (0.0 at temperature 0, NaN for targets); the top lists leave out ids of
-        probability 0.
+        A `Draw` for each row. `logprob` is from the raw logits at temperature 1, `sampled_logprob` from the
+        distribution drawn from (0.0 at temperature 0, NaN for targets); the top lists omit ids of probability
+        0.
     """
     places = _places(logits, plan)
     logits, rows = logits.detach(), plan.rows
@@ -57,14 +56,14 @@ def sample_rows(logits: Tensor, plan: SamplePlan) -> Draws:
 
     def fill(supports: Callable[[SampleRow], bool], sample: Sample, places: list[int]) -> None:
         """Draw the missing rows that `sample` supports."""
-        some = [i for i, draw in enumerate(draws) if draw is None and supports(rows[i])]
-        if some:
-            drawn = sample([rows[i] for i in some], [places[i] for i in some])
-            for i, draw in zip(some, drawn, strict=True):
+        indices = [i for i, draw in enumerate(draws) if draw is None and supports(rows[i])]
+        if indices:
+            drawn = sample([rows[i] for i in indices], [places[i] for i in indices])
+            for i, draw in zip(indices, drawn, strict=True):
                 draws[i] = draw
 
-    if logits.is_floating_point() and kernels.triton_serves(logits.device):
-        fill(gpu.supports, partial(gpu.sample_rows, logits), places)
+    if logits.is_floating_point() and kernels.uses_triton(logits.device):
+        fill(fast.gpu_supports, partial(fast.gpu_sample_rows, logits), places)
     host_logits, host_places = logits, places
     if not logits.is_cpu and None in draws:
         used = sorted({place for place, draw in zip(places, draws, strict=True) if draw is None})
@@ -72,7 +71,11 @@ def sample_rows(logits: Tensor, plan: SamplePlan) -> Draws:
         host_places = [bisect_left(used, place) for place in places]
     if kernels.library() is not None:
         fill(fast.supports, partial(fast.sample_rows, host_logits), host_places)
-    fill(lambda row: True, partial(_reference, host_logits), host_places)
+
+    def reference(rows: list[SampleRow], places: list[int]) -> Iterable[Draw]:
+        return map(_reference_row, (host_logits[place].float() for place in places), rows)
+
+    fill(lambda row: True, reference, host_places)
     complete = [draw for draw in draws if draw is not None]
     for i, (row, draw) in enumerate(zip(rows, complete, strict=True)):
         if row.params.support and row.target is None and draw.id >= 0:
@@ -82,7 +85,7 @@ def sample_rows(logits: Tensor, plan: SamplePlan) -> Draws:
 
 
 def _places(logits: Tensor, plan: SamplePlan) -> list[int]:
-    """Return the row of logits of each row of the plan, checked."""
+    """Validate a plan; return the index of the row of logits for each of its rows."""
     num_rows = len(plan.rows if plan.logits_rows is None else plan.logits_rows)
     fits = plan.logits_rows is not None or (logits.dim() == 2 and logits.shape[0] == num_rows)
     if logits.dim() != 2 or len(plan.rows) != num_rows or not fits:
@@ -96,10 +99,6 @@ def _places(logits: Tensor, plan: SamplePlan) -> list[int]:
     return places
 
 
-def _reference(logits: Tensor, rows: list[SampleRow], places: list[int]) -> Iterable[Draw]:
-    return map(_reference_row, (logits[place].float() for place in places), rows)
-
-
 def _reference_row(raw: Tensor, row: SampleRow) -> Draw:
     """Draw one row `[V]`."""
     mass = Mass.of(raw)
@@ -108,7 +107,7 @@ def _reference_row(raw: Tensor, row: SampleRow) -> Draw:
     sampled_logprob, candidates = math.nan, None
     if row.num_candidates:
         candidates = _candidates(raw, mass, row)
-        token_id = -1 if candidates is None else 0  # nothing is drawn, and nothing has failed
+        token_id = -1 if candidates is None else 0  # nothing is drawn, but nothing has failed
     elif row.target is not None:
         token_id = row.target
     else:
@@ -116,8 +115,8 @@ def _reference_row(raw: Tensor, row: SampleRow) -> Draw:
     if token_id < 0:
         return _failed()
     top_ids = likeliest(raw, row.num_logprobs)
-    (logprob,) = mass.logprobs(raw[token_id : token_id + 1])
-    tops = top_ids.tolist(), mass.logprobs(raw[top_ids])
+    logprob = mass.row(raw[token_id]).item()
+    tops = top_ids.tolist(), mass.row(raw[top_ids]).tolist()
     return Draw(token_id, logprob, sampled_logprob, *tops, candidates=candidates)
 
 
@@ -126,9 +125,9 @@ def _failed() -> Draw:
 
 
 def _candidates(raw: Tensor, mass: Mass, row: SampleRow) -> Candidates | None:
-    """Return the likeliest continuations of a beam, ties by id; None if a score is NaN or +inf.
+    """Return the most likely continuations of a beam, ties by id; None if a score is NaN or +inf.
 
-    As in transformers, penalties and processors work on log-probs, which are not normalised again.
+    As in transformers, penalties and processors edit log-probs, which are not normalized again.
     """
     logprobs = mass.row(raw)
     scores = edit(logprobs, row)
@@ -143,26 +142,26 @@ def _draw(edited: Tensor, row: SampleRow) -> tuple[int, float]:
     if not torch.isfinite(edited.max()):
         return -1, math.nan
     if is_greedy(edited, row.params.temperature):
-        return _first(edited, edited.max()), 0.0
+        return _first_index(edited, edited.max()), 0.0
     logits = warp(edited, row.params)
     scores = logits + gumbel_row(row.seed, row.sample_index, row.position, logits.shape[0])
-    token_id = _first(scores, scores.max())
+    token_id = _first_index(scores, scores.max())
     mass = Mass.of(logits)
     assert mass is not None  # every filter keeps the largest logit
-    return token_id, mass.logprobs(logits[token_id : token_id + 1])[0]
+    return token_id, mass.row(logits[token_id]).item()
 
 
-def _first(values: Tensor, value: Tensor) -> int:
+def _first_index(values: Tensor, value: Tensor) -> int:
     return int((values == value).nonzero()[0])
 
 
 def _support_of(raw: Tensor, row: SampleRow, token_id: int) -> Support:
-    """Return the support of a row that drew `token_id` from its raw logits `[V]`."""
+    """Return the support of a row that drew `token_id` from raw logits `[V]`."""
     params = row.params
     logits = edit(raw.float(), row)
     if is_greedy(logits, params.temperature):
         return Support([token_id], 0.0)
-    logits = temperature(logits, params.temperature)
+    logits = logits / params.temperature
     if params.typical_p == 1 and kernels.library() is not None:
         return fast.support(logits, params)
     has_top_k = 0 < params.top_k < len(logits)
@@ -172,7 +171,7 @@ def _support_of(raw: Tensor, row: SampleRow, token_id: int) -> Support:
     kept, total = Mass.of(filtered), Mass.of(logits)
     assert kept is not None and total is not None  # a token was drawn from them
     ids = (filtered > -math.inf).nonzero()[:, 0].tolist()
-    # The typical filter may drop the largest logit, which the masses are relative to.
+    # The typical filter may drop the largest logit, to which the masses are relative.
     shift = kept.top - total.top
     return Support(ids, shift + (math.log(kept.total) - math.log(total.total)))
 
@@ -188,22 +187,22 @@ def sample(
 ) -> Tensor:
     """Draw one token id per row of logits: `[B, V]` to `[B]` int64, on the logits' device.
 
-    Row `b` draws with sample index `b`. With `generate`'s seed and positions, a custom loop draws
-    `generate`'s tokens.
+    Row `b` draws with sample index `b`. With the seed and positions of `generate`, a custom loop draws the
+    same tokens.
 
     Args:
         logits: `[B, V]`, any floating dtype.
-        temperature: as in `SamplingParams`.
-        top_k: as in `SamplingParams`.
-        top_p: as in `SamplingParams`.
-        seed: 64-bit seed of the noise; None takes one number from torch's default generator, so
-            that `torch.manual_seed` repeats a run.
-        position: absolute position of the token to draw, one for all rows or one for each.
-            Required with a seed, as otherwise every step of a loop would draw with the same noise.
+        temperature: as in `SamplingParams`, like `top_k` and `top_p`.
+        top_k: how many of the most probable tokens can be drawn; 0: all.
+        top_p: the most probable tokens can be drawn, as few as have this probability together; 1: all.
+        seed: 64-bit seed of the noise; None: drawn from torch's default generator, so that
+            `torch.manual_seed` makes a run repeatable.
+        position: absolute position of the token to draw, one for all rows or one per row. Required with a
+            seed, as otherwise every step of a loop would draw with the same noise.
 
     Raises:
-        InvalidRequest: a value out of its range, a seed without a position, a position without a
-            seed, or a row without a token that can be drawn.
+        InvalidRequest: a value is out of range, only one of seed and position is given, or a row has no token
+            that can be drawn.
     """
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if not isinstance(logits, Tensor):
@@ -215,7 +214,7 @@ def sample(
             f"{list(logits.shape)}, {logits.layout} on {logits.device}"
         )
     if logits.shape[1] == 0:
-        raise InvalidRequest(f"logits {list(logits.shape)} have no vocabulary to draw from")
+        raise InvalidRequest(f"logits {list(logits.shape)} have an empty vocabulary dimension")
     positions = _positions(seed, position, logits.shape[0])
     with on_cpu():
         if seed is None:
@@ -223,7 +222,7 @@ def sample(
         rows = [SampleRow(params, seed, b, where) for b, where in enumerate(positions)]
         ids = [draw.id for draw in sample_rows(logits, SamplePlan(rows))]
     if -1 in ids:
-        raise InvalidRequest(f"row {ids.index(-1)} of logits holds NaN or +inf, or only -inf")
+        raise InvalidRequest(f"row {ids.index(-1)} of logits contains NaN or +inf, or only -inf")
     return torch.tensor(ids, dtype=torch.int64, device=logits.device)
 
 

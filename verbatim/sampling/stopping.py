@@ -1,4 +1,4 @@
-"""`StopWatch`: detects the end of a completion, and returns its text."""
+"""`StopWatch`: detects the end of a completion, and collects its text."""
 
 from __future__ import annotations
 
@@ -27,21 +27,20 @@ StopReason = int | str | tuple[int, ...] | None  # the id, the string or the ids
 
 
 class StopWatch:
-    """Detects stops in one completion, token by token, and returns its text.
+    """Detects stops in one completion, token by token, and collects its text.
 
-    `push` checks, in this order: end of sequence and single stop ids, sequences of ids, stop strings,
-    length. Only the completion is searched. Below `min_tokens` tokens only the length ends it, and stops
-    completed before then do not count later. Ids keep every token through the one that completes a stop;
-    only text is cut.
+    `push` checks, in this order: end of sequence and single stop ids, sequences of ids, stop strings, length.
+    Only the completion is searched. Below `min_tokens` only the length ends it, and stops completed before
+    then don't count later. The token that completes a stop is part of the completion; only text is cut.
 
-    A stop string ends the completion at the first token after which the text contains it (without an
-    incomplete character at the end). If one token completes several, the text ends at the one that
-    begins earliest, and of those the longest.
+    A stop string ends the completion at the first token after which the text contains it (not counting an
+    incomplete character at the end). If one token completes several, the text ends at the one that begins
+    earliest, or at the longest of these.
 
     Attributes:
         num_tokens: tokens pushed.
-        finish_reason, stop_reason: None until it ends. `stop_reason` is the id for end of sequence and
-            stop ids, the tuple for a sequence of ids, the string for a stop string, else None.
+        finish_reason, stop_reason: None until the end. `stop_reason` is the id for end of sequence and stop
+            ids, the tuple for a sequence of ids, the string for a stop string, else None.
 
     Raises:
         InvalidRequest: stop strings without a tokenizer.
@@ -67,19 +66,19 @@ class StopWatch:
         self._min_tokens = params.min_tokens
         self._stop_ids = single_stop_ids(params, eos_ids)
         self._sequences = sorted((s for s in stop_sequences(params) if len(s) > 1), key=len)[::-1]
-        self._ids: list[int] = []  # the last ones, to match stop sequences
+        self._ids: list[int] = []  # the last ids, to match stop sequences
         self._stops = tuple(params.stop)
         self._longest_stop = max(map(len, self._stops), default=1)
         firsts = "".join(re.escape(stop[0]) for stop in self._stops)
-        self._first_char = re.compile(f"[{firsts}]" if firsts else "(?!)")  # (?!) is never found
-        self._keeps_stop = params.include_stop_str_in_output
+        self._first_char = re.compile(f"[{firsts}]" if firsts else "(?!)")  # (?!) never matches
+        self._includes_stop = params.include_stop_str_in_output
         self._detokenizer = detokenizer
         self._parts: list[str] = []  # text that can't be part of a stop string
         self._num_taken = 0  # parts returned by `take`
-        self._held = ""  # final text after them that may begin a stop string
-        self._pending = ""  # text after that which later tokens may change
+        self._partial_stop = ""  # final text after `_parts` that may begin a stop string
+        self._pending = ""  # text after `_partial_stop` that later tokens may change
         self._sent = ""  # text sent before the resume
-        self._unmatched = ""  # the rest of it, not generated again yet
+        self._unmatched = ""  # the part of `_sent` that is not yet generated again
 
     @property
     def finished(self) -> bool:
@@ -88,7 +87,7 @@ class StopWatch:
     @property
     def whole_text(self) -> str:
         """The final text so far; all of it when finished."""
-        return "".join(self._parts) + self._held
+        return "".join(self._parts) + self._partial_stop
 
     @property
     def text(self) -> str:
@@ -100,8 +99,8 @@ class StopWatch:
         """Start after existing tokens, none of which ends the completion.
 
         Args:
-            sent: their text as already sent. It is not revised, even if later tokens show that it ended in
-                an incomplete character or began a stop string.
+            sent: their text as already sent. It is not revised, even if it turns out to end in an incomplete
+                character or a prefix of a stop string.
         """
         assert self.num_tokens == 0
         ids = list(token_ids)
@@ -126,9 +125,9 @@ class StopWatch:
                 self._end(FinishReason.STOP, by_id, new)
             elif self._stops and (match := self._find(new, pending)):
                 start, stop = match
-                text = self._held + new + pending
-                self._held = ""
-                self._parts.append(text[: start + len(stop) * self._keeps_stop])
+                text = self._partial_stop + new + pending
+                self._partial_stop = ""
+                self._parts.append(text[: start + len(stop) * self._includes_stop])
                 self.finish_reason, self.stop_reason = FinishReason.STOP, stop
         if self.finish_reason is None and self.num_tokens >= self._max_tokens:
             self._end(FinishReason.LENGTH, None, new)
@@ -143,9 +142,9 @@ class StopWatch:
             self._end(reason, None, "")
 
     def take(self) -> str:
-        """Return the new text since the last call that can't be part of a stop string.
+        """Return the text since the last call, except an end that may be part of a stop string.
 
-        The returned texts join to `text` when finished.
+        Joined, the returned texts are `text` when finished.
         """
         text = "".join(self._parts[self._num_taken :])
         self._num_taken = len(self._parts)
@@ -166,8 +165,8 @@ class StopWatch:
 
     def _end(self, reason: FinishReason, stop_reason: StopReason, new: str) -> None:
         rest = self._detokenizer.flush() if self._detokenizer is not None else ""
-        self._parts.append(self._held + new + rest)
-        self._held = self._pending = ""
+        self._parts.append(self._partial_stop + new + rest)
+        self._partial_stop = self._pending = ""
         self.finish_reason, self.stop_reason = reason, stop_reason
 
     def _stop_by_id(self, token_id: int) -> int | tuple[int, ...] | None:
@@ -181,12 +180,12 @@ class StopWatch:
         return None
 
     def _find(self, new: str, pending: str) -> tuple[int, str] | None:
-        """Return the stop string that this token completed, and its start in held + new + pending.
+        """Return the stop string that this token completed, and its start in `_partial_stop` + new + pending.
 
-        A match that ends in the new text begins in `held` at the earliest.
+        A match that ends in the new text begins in `_partial_stop` or later.
         """
-        text = self._held + new + pending
-        seen = len(self._held)  # the text already searched
+        text = self._partial_stop + new + pending
+        seen = len(self._partial_stop)  # the text already searched
         for old, now in zip(self._pending, text[seen:], strict=False):
             if old != now:
                 break
@@ -206,9 +205,9 @@ class StopWatch:
     def _keep(self, new: str) -> None:
         """Hold back the longest end of the text that may begin a stop string; release the text before it.
 
-        The end only moves forward, so each character is visited once.
+        The start of the end only moves forward, so each character is visited once.
         """
-        text = self._held + new
+        text = self._partial_stop + new
         start = max(0, len(text) - self._longest_stop + 1)
         while char := self._first_char.search(text, start):
             start = char.start()
@@ -217,7 +216,7 @@ class StopWatch:
             start += 1
         else:
             start = len(text)
-        self._held = text[start:]
+        self._partial_stop = text[start:]
         if start:
             self._parts.append(text[:start])
 
@@ -226,7 +225,6 @@ class StopWatch:
 
 
 def _common_prefix(a: str, b: str) -> int:
-    """Return the length of the common prefix."""
     if a.startswith(b):
         return len(b)
     pairs = enumerate(zip(a, b, strict=False))
@@ -240,5 +238,5 @@ def single_stop_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozense
 
 
 def stop_sequences(params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-    """Return `stop_token_ids` as `SamplingParams` normalizes them: tuples."""
+    """Return `stop_token_ids` as tuples, to which `SamplingParams` normalizes them."""
     return cast("tuple[tuple[int, ...], ...]", params.stop_token_ids)

@@ -1,6 +1,6 @@
-"""`Vocabulary`: a tokenizer for llguidance, as the bytes that each id adds to a text.
+"""`Vocabulary`: a tokenizer for llguidance, which needs the bytes that each id adds to a text.
 
-It requires context-free pieces, except at the beginning of a text.
+Pieces must be context-free, except at the beginning of a text.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Vocabulary:
             self._backend = _without_prefix(self._backend)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Encode `text` as within a completion, or else by the longest pieces."""
+        """Encode `text` as within a completion; greedily by longest pieces if that does not round-trip."""
         text = text.decode() if isinstance(text, bytes) else text
         ids = list(self._backend.encode(text, add_special_tokens=False).ids)
         in_range = all(i < self.eos_token_id and i not in self._special for i in ids)
@@ -86,8 +86,8 @@ def _backend(tokenizer: Tokenizer) -> Backend:
     if tokenizer.cleans_up or not (tokenizer.is_byte_level or (plain and not any(stripped))):
         how = "cleans up spaces" if tokenizer.cleans_up else f"joins them by {', '.join(kinds)}"
         raise InvalidRequest(
-            "structured outputs need a tokenizer whose pieces add the same text wherever they stand "
-            f"(byte-level or SentencePiece); {name} {how}"
+            "structured outputs need a tokenizer with context-free pieces (byte-level or "
+            f"SentencePiece); {name} {how}"
         )
     return backend
 

@@ -11,34 +11,29 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from verbatim._version import __version__
-from verbatim.llm import LLM
-from verbatim.plain import to_plain
-from verbatim.serve.adapters import LoadAdapter, UnloadAdapter, load_adapter, unload_adapter
-from verbatim.serve.bodies import BodyRoute, refusal_of_body
+from verbatim.api.llm import LLM
+from verbatim.common.plain import to_plain
+from verbatim.serve.bodies import BodyRoute, model_of, refusal_of_body
 from verbatim.serve.chat import ChatRequest
 from verbatim.serve.completions import CompletionRequest
 from verbatim.serve.errors import Json, Refusal, refusal_of
-from verbatim.serve.events import answered, streamed
-from verbatim.serve.fields import ChatCompletions, Completions
+from verbatim.serve.events import event_response, json_response
 from verbatim.serve.guard import Guard
-from verbatim.serve.messages import CountTokens, Messages, MessagesRequest, count_tokens
+from verbatim.serve.messages import MessagesRequest, count_tokens
 from verbatim.serve.native import (
-    Detokenize,
-    Generate,
     GenerateRequest,
-    Score,
-    Tokenize,
+    ScoreRequest,
     detokenize,
-    score,
+    load_adapter,
     tokenize,
+    unload_adapter,
 )
-from verbatim.serve.responses import Responses, ResponsesRequest
+from verbatim.serve.responses import ResponsesRequest
 from verbatim.serve.service import Client, Service
 from verbatim.serve.settings import ServeSettings
 from verbatim.serve.training import training_routes
@@ -59,10 +54,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
-    """Return the application for one engine. `app.state.service` is its `Service`.
+    """Build the application for one engine. `app.state.service` is its `Service`.
 
     Raises:
-        NotSupported: an engine driven by several ranks of the user's.
+        NotSupported: an engine that several ranks of the caller drive together.
         InvalidRequest: the model's generation_config.json has invalid sampling defaults for chats.
     """
     settings = settings or ServeSettings()
@@ -85,7 +80,7 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "X-Api-Key", "Content-Type", "Anthropic-Version"],
         )
-    _refusals(app)
+    _add_error_handlers(app)
     _add_posts(app, service)
     _add_models(app, service)
     _add_operations(app, service)
@@ -96,38 +91,40 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
 
 def _add_posts(app: FastAPI, service: Service) -> None:
     """Add the endpoints that take a body."""
-    for tag, path, body, handler in (
-        ("OpenAI", "/v1/completions", Completions, CompletionRequest),
-        ("OpenAI", "/v1/chat/completions", ChatCompletions, ChatRequest),
-        ("OpenAI", "/v1/responses", Responses, ResponsesRequest),
-        ("Anthropic", "/v1/messages", Messages, MessagesRequest),
-        ("Anthropic", "/v1/messages/count_tokens", CountTokens, count_tokens),
-        ("Verbatim", "/v1/generate", Generate, GenerateRequest),
-        ("Verbatim", "/v1/logprobs", Score, score),
-        ("Verbatim", "/tokenize", Tokenize, tokenize),
-        ("Verbatim", "/detokenize", Detokenize, detokenize),
-        ("Operations", "/v1/load_lora_adapter", LoadAdapter, load_adapter),
-        ("Operations", "/v1/unload_lora_adapter", UnloadAdapter, unload_adapter),
+    for tag, path, handler in (
+        ("OpenAI", "/v1/completions", CompletionRequest),
+        ("OpenAI", "/v1/chat/completions", ChatRequest),
+        ("OpenAI", "/v1/responses", ResponsesRequest),
+        ("Anthropic", "/v1/messages", MessagesRequest),
+        ("Anthropic", "/v1/messages/count_tokens", count_tokens),
+        ("Verbatim", "/v1/generate", GenerateRequest),
+        ("Verbatim", "/v1/logprobs", ScoreRequest),
+        ("Verbatim", "/tokenize", tokenize),
+        ("Verbatim", "/detokenize", detokenize),
+        ("Operations", "/v1/load_lora_adapter", load_adapter),
+        ("Operations", "/v1/unload_lora_adapter", unload_adapter),
     ):
-        endpoint = _endpoint(service, body, handler)
+        endpoint = _endpoint(service, handler)
         endpoint.__name__ = path.strip("/").replace("/", "_")
-        app.post(path, description=body.__doc__, responses=_ERRORS, tags=[tag])(endpoint)
+        app.post(path, description=model_of(handler).__doc__, responses=_ERRORS, tags=[tag])(
+            endpoint
+        )
 
 
-def _endpoint(service: Service, model: type[BaseModel], handler: Any) -> Callable[..., Any]:
-    """Return the endpoint of a class of requests, or of a coroutine function that returns the answer."""
+def _endpoint(service: Service, handler: Any) -> Callable[..., Any]:
+    """Return the endpoint for `handler`: a request class, or a coroutine function that returns the answer."""
 
     async def endpoint(http: Request, body: Any) -> Response:
         address = "" if http.client is None else http.client.host
         client = Client(str(getattr(http.state, "key", "")), address)
         if not isinstance(handler, type):
-            return answered(http, partial(handler, service, body, client))
+            return json_response(http, partial(handler, service, body, client))
         request: Any = handler(service, body)
-        if body.stream:
-            return streamed(http, request.events(client), done=request.ends_with_done)
-        return answered(http, partial(request.answer, client))
+        if getattr(body, "stream", None):
+            return event_response(http, request.events(client), done=request.ends_with_done)
+        return json_response(http, partial(request.answer, client))
 
-    endpoint.__annotations__["body"] = model
+    endpoint.__annotations__["body"] = model_of(handler)
     return endpoint
 
 
@@ -169,7 +166,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         """Model information, placement of the layers, and current state."""
         stats = await service.stats()
         info = await service.info() | {"model": service.name}
-        state = {"stats": stats, "under_way": service.under_way}
+        state = {"stats": stats, "under_way": service.num_in_progress}
         return Json(to_plain({"info": info, "places": places_of(info)} | state))
 
     if service.settings.playground:
@@ -189,8 +186,8 @@ _PAGE_HEADERS = {
 }
 
 
-def _refusals(app: FastAPI) -> None:
-    """Return errors of FastAPI's as OpenAI's JSON; the guard does so for all others."""
+def _add_error_handlers(app: FastAPI) -> None:
+    """Return FastAPI's own errors in OpenAI's format; `Guard` does so for all others."""
 
     async def refuse(_: Request, error: Exception) -> Response:
         if isinstance(error, RequestValidationError):
@@ -211,10 +208,10 @@ def places_of(info: Mapping[str, Any]) -> list[dict[str, Any]]:
     places: list[tuple[str, int, list[float]]] = []
     if "unit_tiers" in info:
         units: Mapping[str, Mapping[str, int]] = info["unit_tiers"]
-        layers = [held for name, held in units.items() if name.rpartition(".")[2].isdigit()]
+        layers = [sizes for name, sizes in units.items() if name.rpartition(".")[2].isdigit()]
         for tier in ("gpu", "cpu", "disk"):
-            if nbytes := sum(held.get(tier, 0) for held in units.values()):
-                shares = [held.get(tier, 0) / (sum(held.values()) or 1) for held in layers]
+            if nbytes := sum(sizes.get(tier, 0) for sizes in units.values()):
+                shares = [sizes.get(tier, 0) / (sum(sizes.values()) or 1) for sizes in layers]
                 places.append((tier, nbytes, shares))
     elif "stages" in info:
         for number, stage in enumerate(info["stages"]):

@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from verbatim.checks import integer
+from verbatim.api.llm import LLM
+from verbatim.common.checks import integer
+from verbatim.common.files import lines_of
 from verbatim.errors import (
     EngineClosed,
     InvalidRequest,
@@ -21,28 +23,26 @@ from verbatim.errors import (
     TierFailed,
     VerbatimError,
 )
-from verbatim.files import lines_of
-from verbatim.llm import LLM
 from verbatim.params import MAX_N
-from verbatim.serve.bodies import refusal_of_body
+from verbatim.serve.bodies import model_of, refusal_of_body
 from verbatim.serve.chat import ChatRequest
 from verbatim.serve.completions import CompletionRequest
 from verbatim.serve.errors import Refusal, refusal_of
-from verbatim.serve.fields import ChatCompletions, Completions, Strict
+from verbatim.serve.fields import Strict
 from verbatim.serve.records import Records
-from verbatim.serve.responses import Responses, ResponsesRequest
+from verbatim.serve.responses import ResponsesRequest
 from verbatim.serve.service import Client, Service
 from verbatim.serve.settings import ServeSettings
 
 MAX_LINE_BYTES = 64 << 20
 MAX_RESPONSE_BYTES = 1 << 30
-_ENDPOINTS: dict[str, tuple[type[BaseModel], Callable[[Service, Any], Any]]] = {
-    "/v1/completions": (Completions, CompletionRequest),
-    "/v1/chat/completions": (ChatCompletions, ChatRequest),
-    "/v1/responses": (Responses, ResponsesRequest),
+_ENDPOINTS: dict[str, Callable[[Service, Any], Any]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
 }
 _CODES = {"method": "invalid_method", "url": "invalid_url"}
-_SKIPS = 1024  # skipped lines between two rounds of the event loop
+_LINES_PER_YIELD = 1024  # lines between two yields to the event loop
 
 
 class _Line(Strict):
@@ -54,7 +54,7 @@ class _Line(Strict):
     body: dict[str, Any]
 
 
-class _Fault(NamedTuple):
+class _InvalidLine(NamedTuple):
     """A line without a valid request; `custom_id` is None if missing or not unique."""
 
     code: str
@@ -65,8 +65,8 @@ class _Fault(NamedTuple):
 class BatchRun:
     """Answers the requests that have no answer in `records` yet.
 
-    An invalid or refused line gets an error record, and the run continues.
-    Every answer equals that of `verbatim serve`, with the tokens of a request run alone.
+    An invalid or refused line gets an error record, and the run continues. Answers equal those of
+    `verbatim serve`.
 
     Args:
         name: model name in the requests; None takes the engine's.
@@ -81,7 +81,7 @@ class BatchRun:
 
     Raises:
         InvalidRequest: `in_flight` out of range.
-        NotSupported: an engine driven by all ranks together.
+        NotSupported: an engine that several ranks of the caller drive together.
     """
 
     def __init__(
@@ -121,10 +121,7 @@ class BatchRun:
         return self.service.llm.engine.num_tokens - self._tokens_before
 
     async def run(self, on_record: Callable[[], object] = lambda: None) -> None:
-        """Answer all lines. Cancelling it aborts running requests, and keeps written records.
-
-        Args:
-            on_record: called after each record.
+        """Answer all lines; `on_record` is called after each. Cancelling aborts requests, but keeps records.
 
         Raises:
             VerbatimError: the engine failed, or the records can't be written. Running requests then have
@@ -145,41 +142,38 @@ class BatchRun:
                 async with asyncio.TaskGroup() as group:
                     lines = enumerate(lines_of(file, MAX_LINE_BYTES), start=1)
                     for number, (text, nbytes) in lines:
-                        if number % _SKIPS == 0:
+                        if number % _LINES_PER_YIELD == 0:
                             await asyncio.sleep(0)
                         line = self._line(number, text)
                         if isinstance(line, _Line):
                             await gate.acquire()
                             group.create_task(answer(line, nbytes))
+                        # Answered before, or empty.
                         elif line is None or number in self.records.answered_lines:
-                            self._skip(text, nbytes)
+                            self.num_skipped += text is None or bool(text.strip())
+                            self.bytes_skipped += nbytes
+                            self.bytes_done += nbytes
                         else:
                             message = f"line {number}: {line.message}"
                             self.records.fault(line.custom_id, line.code, message, number)
                             self._count_done(nbytes, on_record)
         except BaseExceptionGroup as failed:
-            error = _first(failed)
+            error = _first_error(failed)
             if isinstance(error, OSError) and not isinstance(error, VerbatimError):
                 error = VerbatimError(f"can't read {self.records.source}: {error.strerror}")
             raise error from None
         finally:
             self.service.close()
 
-    def _skip(self, text: bytes | None, nbytes: int) -> None:
-        """Count a line that was answered before, or an empty one."""
-        self.num_skipped += text is None or bool(text.strip())
-        self.bytes_skipped += nbytes
-        self.bytes_done += nbytes
-
     def _count_done(self, nbytes: int, on_record: Callable[[], object]) -> None:
         self.bytes_done += nbytes
         self.num_done += 1
         on_record()
 
-    def _line(self, number: int, text: bytes | None) -> _Line | _Fault | None:
+    def _line(self, number: int, text: bytes | None) -> _Line | _InvalidLine | None:
         """Parse a line; return None if it is empty or has a record already."""
         if text is None:
-            return _Fault("invalid_line", f"longer than {MAX_LINE_BYTES} bytes")
+            return _InvalidLine("invalid_line", f"longer than {MAX_LINE_BYTES} bytes")
         if number == 1:
             text = text.removeprefix(b"\xef\xbb\xbf")
         if not text.strip():
@@ -188,16 +182,18 @@ class BatchRun:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
             why = str(error) if isinstance(error, json.JSONDecodeError) else "it can't be read"
-            return _Fault("invalid_line", f"not JSON: {why}")
+            return _InvalidLine("invalid_line", f"not JSON: {why}")
         if not isinstance(fields, dict):
             names = ", ".join(_Line.model_fields)
-            return _Fault("invalid_line", f"must be a JSON object, with {names}")
+            return _InvalidLine("invalid_line", f"must be a JSON object, with {names}")
         custom_id = fields.get("custom_id")
         if not isinstance(custom_id, str) or not custom_id:
-            return _Fault("invalid_line", f"custom_id={custom_id!r:.80}: must be a string")
+            return _InvalidLine("invalid_line", f"custom_id={custom_id!r:.80}: must be a string")
         custom_id = custom_id.encode(errors="replace").decode()  # as it is written and read back
         if custom_id in self._seen:
-            return _Fault("duplicate_custom_id", "an earlier line has this custom_id", custom_id)
+            return _InvalidLine(
+                "duplicate_custom_id", "an earlier line has this custom_id", custom_id
+            )
         self._seen.add(custom_id)
         if custom_id in self.records.done:
             return None
@@ -206,11 +202,12 @@ class BatchRun:
         except ValidationError as error:
             refusal = refusal_of_body(error.errors(), _Line)
             code = _CODES.get(refusal.param or "", "invalid_request")
-            return _Fault(code, refusal.message, custom_id)
+            return _InvalidLine(code, refusal.message, custom_id)
 
     async def _answer(self, line: _Line) -> tuple[int, dict[str, Any]]:
         """Return the status and the body of a response."""
-        model, handler = _ENDPOINTS[line.url]
+        handler = _ENDPOINTS[line.url]
+        model = model_of(handler)
         try:
             body: Any = model.model_validate({"model": self.service.name} | line.body)
             if body.stream:
@@ -222,11 +219,11 @@ class BatchRun:
             refusal = refusal_of_body(error.errors(), model)
         except (Refusal, InvalidRequest, NotSupported, QueueFull, OutOfBlocks) as error:
             refusal = refusal_of(error)
-        except Exception as error:  # unlike the server's answer, with its message
+        except Exception as error:  # with its message, which the server would hide
             refusal = Refusal(500, f"{type(error).__name__}: {error}")
         return refusal.status_code, refusal.body()
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+    return _first_error(error) if isinstance(error, BaseExceptionGroup) else error

@@ -1,18 +1,18 @@
-"""Reading request bodies: JSON to the models of `fields.py`, with one-line errors."""
+"""Parses request bodies: JSON to the models of `fields.py`, with one-line errors."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from verbatim.common.spelling import did_you_mean
 from verbatim.serve.errors import Refusal
-from verbatim.spelling import did_you_mean
 
 M = TypeVar("M", bound=BaseModel)
 MAX_CONTAINERS = 1 << 16  # JSON objects and arrays of one body
@@ -30,8 +30,8 @@ _TAGS = frozenset(
 class BodyRoute(APIRoute):
     """A route that validates a JSON body from its bytes.
 
-    FastAPI would first build Python objects of all of it, which holds up the event loop for seconds where
-    a body of some megabytes has a million small lists.
+    FastAPI would first parse the whole body to Python objects, which blocks the event loop for seconds if a
+    few megabytes contain a million small lists.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -50,12 +50,15 @@ class BodyRoute(APIRoute):
         return with_body
 
 
-def parse_body(model: type[M], raw: bytes) -> M:
-    """Validate a JSON body.
+def model_of(handler: Any) -> type[BaseModel]:
+    """Return the model of the body that an endpoint's request class, or its function, takes."""
+    if isinstance(handler, type):  # a subclass of ApiRequest[model]
+        return get_args(handler.__orig_bases__[0])[0]  # type: ignore[attr-defined,no-any-return]
+    return get_type_hints(handler)["body"]  # type: ignore[no-any-return]
 
-    Raises:
-        Refusal: 400: not JSON, not a `model`, or as `check_parts`.
-    """
+
+def parse_body(model: type[M], raw: bytes) -> M:
+    """Validate a JSON body; raise a Refusal (400) if it is invalid, or has too many parts."""
     check_parts(raw)
     try:
         return model.model_validate_json(raw)
@@ -64,16 +67,12 @@ def parse_body(model: type[M], raw: bytes) -> M:
 
 
 def check_parts(raw: bytes) -> None:
-    """Count the parts of JSON, before it is read.
-
-    Raises:
-        Refusal: 400: more than `MAX_CONTAINERS` or `MAX_FIELDS`.
-    """
+    """Raise a Refusal (400) for JSON with too many objects, arrays or fields, before it is parsed."""
     for marks, limit, what in (
         (b"{[", MAX_CONTAINERS, "objects and arrays"),
         (b":", MAX_FIELDS, "fields"),
     ):
-        # Strings may have any number of these characters, and are seldom looked through for them.
+        # Strings may contain these characters, and are left out only if the count exceeds the limit.
         if _count(raw, marks) > limit and (num := _count(_STRING.sub(b"", raw), marks)) > limit:
             raise Refusal(400, f"the body has {num} {what}; at most {limit}")
 
@@ -85,14 +84,14 @@ def _count(raw: bytes, marks: bytes) -> int:
 def refusal_of_body(
     errors: Sequence[Any], model: type[BaseModel] | None = None, *, skip: int = 0
 ) -> Refusal:
-    """Return the response for a list that is too long, or the first of the most deeply nested errors.
+    """Return the refusal for a list that is too long, or else for the first of the most nested errors.
 
-    A missing field of the body is reported if there is no other error.
+    A missing top-level field is reported only if there is no other error.
 
     Args:
-        errors: pydantic's.
-        model: its fields are suggested for an unknown one.
-        skip: parts of a field's path that come before its name.
+        errors: pydantic's errors.
+        model: model of the body; its fields are suggested for a misspelled one.
+        skip: number of leading parts of an error's path that are not part of the field's name.
     """
     first = max(errors, key=_rank)
     if isinstance(first.get("input"), bytes) and first["type"] != "json_invalid":
@@ -108,29 +107,28 @@ def refusal_of_body(
         why = first["ctx"]["error"]
         what = "has half a surrogate pair" if "hex escape" in why else "is not JSON"
         return Refusal(400, f"the body {what}: {why}")
-    given = first.get("input")
+    value = first.get("input")
     shown = (
-        "" if isinstance(given, dict | list) or first["type"] == "missing" else f"{given!r:.80}: "
+        "" if isinstance(value, dict | list) or first["type"] == "missing" else f"{value!r:.80}: "
     )
     return Refusal(400, f"{param or 'the body'}: {shown}{first['msg']}", param=param)
 
 
 def _rank(error: Any) -> tuple[bool, bool, int, bool]:
-    depth, given = len(error["loc"]), error["type"] != "missing"
-    return error["type"] == "too_long", depth > 1 or given, depth, given
+    depth, is_present = len(error["loc"]), error["type"] != "missing"
+    return error["type"] == "too_long", depth > 1 or is_present, depth, is_present
 
 
 def _param(loc: Sequence[Any], known: bool) -> str | None:
-    """Return the path of a field, without the names of the types that were tried on the way.
+    """Return the dotted path of a field, without the names of the union members that pydantic tried.
 
-    Args:
-        known: whether the last part is a field or type of ours, and not a name from the body.
+    `known`: whether the last part is a field or type of the models, and not a name from the body.
     """
-    *way, last = loc or (None,)
+    *parents, last = loc or (None,)
     parts = [
         part
-        for before, part in zip([None, *way], way, strict=False)
-        if not _is_type(part) and not (isinstance(before, int) and part in _TAGS)
+        for parent, part in zip([None, *parents], parents, strict=False)
+        if not _is_type(part) and not (isinstance(parent, int) and part in _TAGS)
     ]
     if last is not None and not (known and _is_type(last)):
         parts.append(last)
@@ -138,5 +136,5 @@ def _param(loc: Sequence[Any], known: bool) -> str | None:
 
 
 def _is_type(part: Any) -> bool:
-    """Return whether a part of a field's path is the name of a type that was tried there."""
+    """Return whether a part of an error's path is the name of a union member."""
     return isinstance(part, str) and (part in _KINDS or "[" in part or part[:1].isupper())

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 from verbatim.core import Completion, Delta, Request, Result
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import STRUCTURES, SamplingParams
-from verbatim.sampling.json_schema import closed
-from verbatim.serve.answers import Answers
-from verbatim.serve.arguments import ANY_OBJECT
-from verbatim.serve.completions import (
-    ApiRequest,
-    Body,
-    ending,
-    ids_of,
-    prompt_of,
-    usage,
-)
+from verbatim.sampling.json_schema import close_objects
+from verbatim.serve.answers import Answers, Part, Reader, split_parts
+from verbatim.serve.completions import ApiRequest, Events, ending, ids_of, prompt_of
 from verbatim.serve.fields import (
     AssistantMessage,
     ChatCompletions,
@@ -29,31 +20,35 @@ from verbatim.serve.fields import (
     Message,
     NamedFunction,
     NamedTool,
+    Sampling,
     ToolMessage,
 )
-from verbatim.serve.formats import call_of
-from verbatim.serve.reader import Part, Reader, split_parts
-from verbatim.serve.service import Client, Service
-from verbatim.serve.tools import ToolUse
+from verbatim.serve.formats import ToolUse, call_of
+from verbatim.serve.grammars import ANY_OBJECT
+from verbatim.serve.service import Service
 from verbatim.text.chat import render_chat
+
+Body = TypeVar("Body", bound=Sampling)
 
 
 class ConversationRequest(ApiRequest[Body]):
     """A request for the next turn of a conversation: a chat, a response or a message.
 
     Args:
-        messages: in the format of chat templates, with contents as text.
-        fields: the given fields of SamplingParams.
-        functions: the tools.
+        messages: messages in the format of chat templates, with contents as text.
+        fields: fields of SamplingParams that the body sets under other names.
+        form: the response format of any endpoint, or None.
+        functions: functions that the model may call.
         choice: OpenAI's `tool_choice`.
         several_calls: OpenAI's `parallel_tool_calls`.
         template_kwargs: other variables of the template.
-        effort: of the reasoning; "none" turns it off.
-        thinking: turns reasoning on or off, if the template can.
+        effort: reasoning effort; "none" turns reasoning off.
+        thinking: whether to reason, for templates with such a switch; None: the template's default.
 
     Attributes:
-        params: sampling parameters of the turn, without a grammar of its reasoning.
-        num_reasoning_tokens: of the answer, once it is counted.
+        params: sampling parameters of the turn, without the grammar of its reasoning.
+        num_reasoning_tokens: reasoning tokens of the answer, once counted.
+        readers: those of the completions that have begun, by index.
 
     Raises:
         InvalidRequest, NotSupported: an unsupported combination.
@@ -65,6 +60,7 @@ class ConversationRequest(ApiRequest[Body]):
         body: Body,
         messages: Iterable[dict[str, Any]],
         fields: dict[str, Any],
+        form: Any,
         functions: Sequence[Function] = (),
         choice: str | NamedFunction | None = None,
         several_calls: bool | None = None,
@@ -74,32 +70,41 @@ class ConversationRequest(ApiRequest[Body]):
         thinking: bool | None = None,
     ) -> None:
         super().__init__(service, body)
+        fields = body.sampling() | fields | _structure(form)
         self._messages = [*messages]
         self._variables = dict(template_kwargs or {})
         if wrong := sorted(self._variables.keys() & _NOT_FOR_CLIENTS):
             raise InvalidRequest(f"chat_template_kwargs.{wrong[0]}: {_NOT_FOR_CLIENTS[wrong[0]]}")
         template = _template(service, bool(functions))
         use = ToolUse.resolve(functions, choice, several_calls, template, service.marks)
-        _fit_messages(self._messages, template)
+        _adapt_messages(self._messages, template)
+        # The template's variable that turns reasoning on and off, if it has one.
+        names = ("enable_thinking", "thinking")
+        switch = next((name for name in names if re.search(rf"\b{name}\b", template)), None)
         if effort is not None:
-            self._variables |= _effort(effort, template)
-        if thinking is not None and (switch := _thinking_switch(template)) is not None:
+            if switch is None or "reasoning_effort" in template:
+                self._variables["reasoning_effort"] = effort
+            else:
+                self._variables[switch] = effort != "none"
+        if thinking is not None and switch is not None:
             self._variables[switch] = thinking
         if functions:
             self._variables["tools"] = [
                 {"type": "function", "function": function.plain()} for function in functions
             ]
         self.answers = Answers(use, template, service.marks)
+        self.shown_ids = self.answers.shown_ids
+        self.readers = defaultdict[int, Reader](self.answers.reader)
         if use is not None:
-            if given := next((name for name in STRUCTURES if fields.get(name) is not None), None):
+            if kind := next((name for name in STRUCTURES if fields.get(name) is not None), None):
                 raise NotSupported(
-                    f"{given} with tools: only one kind of structured output per request"
+                    f"{kind} with tools: only one kind of structured output per request"
                 )
             fields["grammar"] = use.grammar()
         self.params = service.chat_defaults.replace(**fields, adapter=self.adapter)
         self.num_reasoning_tokens = 0
 
-    async def ask(self) -> tuple[list[list[int]], SamplingParams]:
+    async def ask(self) -> tuple[list[Any], SamplingParams]:
         """Render the conversation to prompt ids; return these and the parameters of the turn."""
         tokenizer = self.service.tokenizer
         ids = await self.service.in_thread(
@@ -112,40 +117,22 @@ class ConversationRequest(ApiRequest[Body]):
         structure: dict[str, Any] = dict.fromkeys(STRUCTURES) | {"grammar": grammar}
         return [ids], self.params.replace(**structure)
 
-    async def result(self, client: Client) -> Result:
-        """Generate all completions, with the tokens of their reasoning counted."""
-        ((_, result),) = await self.service.run(client, self.ask, self.answers.shown_ids)
-        await self.count_reasoning(result)
-        return result
+    def parts_of(self, piece: Completion | Delta) -> list[Part]:
+        """Return the new text, reasoning and calls of a completion."""
+        ended = piece.finish_reason is not None
+        return self.readers[piece.index].push(piece.text, last=ended)
 
-    async def stream(
-        self, client: Client
-    ) -> AsyncGenerator[tuple[Request, Delta, Reader, list[Part]], None]:
-        """Generate, and yield each delta with the reader and the new parts of its completion."""
-        readers: defaultdict[int, Reader] = defaultdict(self.answers.reader)
-        shown_ids = self.answers.shown_ids
-        async with aclosing(self.service.stream(client, self.ask, shown_ids)) as stream:
-            async for _, request, delta in stream:
-                reader, ended = readers[delta.index], delta.finish_reason is not None
-                yield request, delta, reader, reader.push(delta.text, last=ended)
-
-    def parts_of(self, output: Completion) -> list[Part]:
-        """Return the text, the reasoning and the calls of a whole completion."""
-        return self.answers.reader().push(output.text, last=True)
-
-    async def count_reasoning(self, result: Result) -> None:
-        """Count the tokens of reasoning, for the usage."""
+    async def count_reasoning(self, results: list[Result]) -> None:
         if self.answers.reasons:
-            tokenizer = self.service.tokenizer
+            (result,) = results
+            tokenizer, skips = self.service.tokenizer, self.params.skip_special_tokens
             self.num_reasoning_tokens = await self.service.in_thread(
-                lambda: self.answers.num_reasoning_tokens(
-                    result, tokenizer, self.params.skip_special_tokens
-                ),
+                lambda: self.answers.num_reasoning_tokens(result, tokenizer, skips),
                 num_chars=sum(len(output.text) for output in result.outputs),
             )
 
 
-_TAIL_IDS = 16  # ids at the end of a prompt that may have a mark of reasoning
+_TAIL_IDS = 16  # last ids of a prompt, which are searched for a mark of reasoning
 
 # Template variables that clients can't set, and the reason.
 _NOT_FOR_CLIENTS = {
@@ -166,14 +153,14 @@ def _template(service: Service, tools: bool) -> str:
     return template if isinstance(template, str) else ""
 
 
-def _fit_messages(messages: list[dict[str, Any]], template: str) -> None:
-    """Refuse fields of messages that the template does not use, and leave out earlier reasoning if so."""
+def _adapt_messages(messages: list[dict[str, Any]], template: str) -> None:
+    """Rename or drop earlier reasoning to fit the template; refuse other fields that it does not use."""
     names = ("reasoning_content", "reasoning", "thinking")
-    used = next((name for name in names if re.search(rf"[.'\"]{name}\b", template)), None)
+    field = next((name for name in names if re.search(rf"[.'\"]{name}\b", template)), None)
     for index, message in enumerate(messages):
         reasoning = message.pop("reasoning_content", None)
-        if used is not None and reasoning:
-            message[used] = reasoning
+        if field is not None and reasoning:
+            message[field] = reasoning
         for key in ("name", "tool_calls"):
             if key in message and not re.search(rf"\b{key}\b", template):
                 raise NotSupported(
@@ -181,28 +168,11 @@ def _fit_messages(messages: list[dict[str, Any]], template: str) -> None:
                 )
 
 
-def _effort(effort: str, template: str) -> dict[str, Any]:
-    """Return the template's variable for an effort of reasoning."""
-    name = _thinking_switch(template)
-    if name is None or "reasoning_effort" in template:
-        return {"reasoning_effort": effort}
-    return {name: effort != "none"}
-
-
-def _thinking_switch(template: str) -> str | None:
-    """Return the template's variable that turns reasoning on and off, or None."""
-    names = ("enable_thinking", "thinking")
-    return next((name for name in names if re.search(rf"\b{name}\b", template)), None)
-
-
 class ChatRequest(ConversationRequest[ChatCompletions]):
-    """A validated chat completion request.
-
-    Raises:
-        Refusal, InvalidRequest, NotSupported: an invalid or unsupported request.
-    """
+    """A validated chat completion request; raises Refusal, InvalidRequest or NotSupported."""
 
     prefix, ends_with_done = "chatcmpl-", True
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, service: Service, body: ChatCompletions) -> None:
         service.check_logprobs(body.top_logprobs, body.prompt_logprobs, body.stream)
@@ -212,6 +182,7 @@ class ChatRequest(ConversationRequest[ChatCompletions]):
             body,
             map(message_of, body.messages),
             _fields(body),
+            body.response_format,
             [tool.function for tool in body.tools or ()],
             choice.function if isinstance(choice, NamedTool) else choice,
             body.parallel_tool_calls,
@@ -219,56 +190,42 @@ class ChatRequest(ConversationRequest[ChatCompletions]):
             effort=body.reasoning_effort,
         )
 
-    async def answer(self, client: Client) -> dict[str, Any]:
-        """Return the whole response."""
-        result = await self.result(client)
+    def whole(self, requests: list[Request], results: list[Result]) -> dict[str, Any]:
+        (result,) = results
         choices = tuple(map(self._choice, result.outputs))  # each may be long
-        answer = self.envelope("chat.completion", choices) | {"usage": self._usage(result)}
+        answer = self.envelope(self.kind, choices) | {"usage": self.usage(results)}
         return answer | prompt_of(result, self.body, self.service)
 
-    async def events(self, client: Client) -> AsyncGenerator[dict[str, Any], None]:
-        """Stream the response."""
-        result: Result | None = None
-        begun: set[int] = set()
+    def _event(self, index: int, delta: dict[str, Any], **rest: Any) -> dict[str, Any]:
+        empty = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self.chunk([empty | rest])
 
-        def event(index: int, delta: dict[str, Any], **rest: Any) -> dict[str, Any]:
-            empty = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            return self.chunk("chat.completion.chunk", [empty | rest])
-
-        async with aclosing(self.stream(client)) as stream:
-            async for request, delta, reader, parts in stream:
-                index, result = delta.index, delta.result or result
-                if index not in begun:
-                    begun.add(index)
-                    first = event(index, {"role": "assistant", "content": ""})
-                    if self.body.return_token_ids:
-                        first["prompt_token_ids"] = request.prompt_ids
-                    yield first
-                for piece in self._pieces(delta, parts, reader):
-                    yield event(index, **piece)
-                if delta.finish_reason is not None:
-                    called = reader.num_calls > 0
-                    yield event(index, {}, **ending(delta, request.seed, called=called))
-        if self.with_usage and result is not None:
-            await self.count_reasoning(result)
-            yield self.chunk("chat.completion.chunk", [], self._usage(result))
-
-    def _pieces(self, delta: Delta, parts: list[Part], reader: Reader) -> list[dict[str, Any]]:
-        """Return the pieces of a delta: its reasoning, its text with log-probs, then its calls."""
-        text, reasoning, calls = split_parts(parts)
+    def write(self, number: int, request: Request, delta: Delta) -> Events:
+        """Yield the reasoning of a delta, its text with log-probs, its calls, then its end."""
+        if delta.index not in self.readers:
+            first = self._event(delta.index, {"role": "assistant", "content": ""})
+            if self.body.return_token_ids:
+                first["prompt_token_ids"] = request.prompt_ids
+            yield first
+        text, reasoning, calls = split_parts(self.parts_of(delta))
+        num_calls = self.readers[delta.index].num_calls
         pieces: list[dict[str, Any]] = []
         if reasoning:
             pieces.append({"delta": {"reasoning_content": reasoning}})
         logprobs = self._logprobs(delta)
         if text or (logprobs is not None and delta.token_ids):
             pieces.append({"delta": {"content": text}, "logprobs": logprobs})
-        for number, call in enumerate(calls, start=reader.num_calls - len(calls)):
+        for number, call in enumerate(calls, start=num_calls - len(calls)):
             pieces.append({"delta": {"tool_calls": [{"index": number} | call.wire()]}})
         tokens = ids_of(delta, self.body)
         if tokens and delta.token_ids:
             pieces = pieces or [{"delta": {}}]
             pieces[0] |= tokens
-        return pieces
+        for piece in pieces:
+            yield self._event(delta.index, **piece)
+        if delta.finish_reason is not None:
+            end = ending(delta, request.seed, called=num_calls > 0)
+            yield self._event(delta.index, {}, **end)
 
     def _choice(self, output: Completion) -> dict[str, Any]:
         text, reasoning, calls = split_parts(self.parts_of(output))
@@ -286,9 +243,9 @@ class ChatRequest(ConversationRequest[ChatCompletions]):
             **ids_of(output, self.body),
         }
 
-    def _usage(self, result: Result) -> dict[str, Any]:
+    def usage(self, results: list[Result]) -> dict[str, Any]:
         details = {"reasoning_tokens": self.num_reasoning_tokens}
-        return usage([result]) | {"completion_tokens_details": details}
+        return super().usage(results) | {"completion_tokens_details": details}
 
     def _logprobs(self, piece: Completion | Delta) -> dict[str, Any] | None:
         if not self.body.logprobs:
@@ -297,36 +254,36 @@ class ChatRequest(ConversationRequest[ChatCompletions]):
 
 
 def _fields(body: ChatCompletions) -> dict[str, Any]:
-    fields = body.sampling()
     limits = [n for n in (body.max_completion_tokens, body.max_tokens) if n is not None]
     if len(set(limits)) > 1:
         raise InvalidRequest(
             f"max_tokens={body.max_tokens} and max_completion_tokens={body.max_completion_tokens}: "
             "they mean the same; set only one"
         )
-    if limits:
-        fields["max_tokens"] = limits[0]
-    if body.top_logprobs and not body.logprobs:
-        raise InvalidRequest(f"top_logprobs={body.top_logprobs} needs logprobs=true")
-    if body.logprobs:
-        fields["logprobs"] = body.top_logprobs or 0
-    fields |= structure_of(body.response_format)
-    return fields
+    fields: dict[str, Any] = {"max_tokens": limits[0]} if limits else {}
+    return fields | logprobs_of(body.top_logprobs, bool(body.logprobs), "logprobs=true")
 
 
-def structure_of(form: Any) -> dict[str, Any]:
-    """Return the structure of a response format of any endpoint, which may be None."""
+def logprobs_of(num_top: int | None, wanted: bool, switch: str) -> dict[str, Any]:
+    """Return the sampling parameter for log-probs, which are reported if the `switch` is set."""
+    if num_top and not wanted:
+        raise InvalidRequest(f"top_logprobs={num_top} needs {switch}")
+    return {"logprobs": num_top or 0} if wanted else {}
+
+
+def _structure(form: Any) -> dict[str, Any]:
+    """Return the sampling parameter for the response format of any endpoint; {} for None or text."""
     schema = getattr(getattr(form, "json_schema", form), "schema_", None)
     if schema is None and getattr(form, "type", None) == "json_object":
         schema = ANY_OBJECT
-    return {} if schema is None else {"json_schema": closed(schema)}
+    return {} if schema is None else {"json_schema": close_objects(schema)}
 
 
 def text_of(content: Any) -> str:
-    """Return a message's text: a string, or parts with a `text` each."""
-    if content is None:
-        return ""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    """Return a message's text: a string, or parts, some of which have a `text`."""
+    if isinstance(content, str):
+        return content
+    return "".join(getattr(part, "text", "") for part in content or ())
 
 
 def message_of(message: Message) -> dict[str, Any]:

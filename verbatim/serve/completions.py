@@ -1,4 +1,4 @@
-"""`/v1/completions`."""
+"""`ApiRequest`: the base of the requests of all endpoints; `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -9,58 +9,124 @@ from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
+from pydantic import BaseModel
+
 from verbatim.core import Completion, Delta, FinishReason, Request, Result, TopLogprobs
+from verbatim.engine.admission import as_prompts
 from verbatim.params import SamplingParams
-from verbatim.prompts import as_prompts
 from verbatim.serve.errors import Refusal
-from verbatim.serve.fields import Completions, ForTrainers, Sampling
-from verbatim.serve.service import Client, Service
+from verbatim.serve.fields import Completions, ForTrainers
+from verbatim.serve.service import NO_IDS, Client, Service
 
 log = logging.getLogger("verbatim.serve")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-
-
-Body = TypeVar("Body", bound=Sampling)
+Events = Iterator[dict[str, Any]]
+Body = TypeVar("Body", bound=BaseModel)
 
 
 class ApiRequest(Generic[Body]):
-    """A validated request of an endpoint: its model, its id, and what its answers share with others.
+    """Base of the validated requests, which an endpoint answers as a whole or as a stream of events.
+
+    A subclass defines `ask`, and writes its own format: `whole`, `write` and `end`.
 
     Attributes:
-        adapter: the adapter that the request names as its model.
-        model: the name of its model.
-        texts: the texts of tokens in log-probs.
+        adapter: name of the LoRA adapter that the request names as its model, or None.
+        model: model name of the response.
+        texts: texts of single tokens, for log-probs.
+        shown_ids: special tokens that stay in the text.
+        with_usage: whether a stream ends with the usage.
 
     Raises:
         Refusal: an unknown model, or stream options without a stream.
     """
 
-    prefix = ""  # of ids
-    ends_with_done = False  # a stream ends with `[DONE]`
+    prefix = ""  # of response ids
+    kind = chunk_kind = ""  # object types of a whole response, and of a chunk of a stream
+    ends_with_done = False  # whether a stream ends with `[DONE]`
 
     def __init__(self, service: Service, body: Body) -> None:
-        self.adapter = service.check_model(body.model)
-        self._stream_options = getattr(body, "stream_options", None)
-        if self._stream_options is not None and not body.stream:
+        fields: Any = body
+        self.adapter = service.check_model(fields.model)
+        options = getattr(body, "stream_options", None)
+        if options is not None and not fields.stream:
             raise Refusal(400, "stream_options requires stream=true", param="stream_options")
+        self.with_usage = not self.ends_with_done or bool(options and options.include_usage)
         self.service = service
         self.body: Body = body
-        self.model = body.model or service.name
+        self.shown_ids = NO_IDS
+        self.model = fields.model or service.name
         self.id = f"{self.prefix}{uuid4().hex}"
         self.created = int(time.time())
-        user = body.user or (body.metadata or {}).get("user_id")  # Anthropic's
+        metadata = getattr(body, "metadata", None) or {}
+        user = getattr(body, "user", None) or metadata.get("user_id")  # Anthropic's
         if user is not None:
             log.info("%s is for user %.200r", self.id, user)
         by_id = getattr(body, "return_tokens_as_token_ids", False)
         self.texts = service.id_texts if by_id else service.texts
 
-    @property
-    def with_usage(self) -> bool:
-        """True if the stream ends with the usage."""
-        return self._stream_options is not None and bool(self._stream_options.include_usage)
+    async def answer(self, client: Client) -> dict[str, Any]:
+        """Generate, and return the whole response."""
+        service = self.service
+        with service.reserve(client) as reservation:
+            requests = await service.admit(reservation, *await self.ask(), self.shown_ids)
+            results = await service.llm.engine.arun(requests)
+            service.metrics.note(results)
+        await self.count_reasoning(results)
+        return self.whole(requests, results)
+
+    async def events(self, client: Client) -> AsyncGenerator[dict[str, Any], None]:
+        """Generate, and yield the response as events, at each step."""
+        service, results = self.service, list[Result]()
+        with service.reserve(client) as reservation:
+            requests = await service.admit(reservation, *await self.ask(), self.shown_ids)
+            numbers = {request.request_id: i for i, request in enumerate(requests)}
+            async with aclosing(service.llm.engine.astream(requests)) as deltas:
+                async for delta in deltas:
+                    if delta.result is not None:
+                        results.append(delta.result)
+                        service.metrics.note([delta.result])
+                    number = numbers[delta.request_id]
+                    for event in self.write(number, requests[number], delta):
+                        yield event
+        if self.with_usage:
+            await self.count_reasoning(results)
+        for event in self.end(results):
+            yield event
+
+    async def ask(self) -> tuple[list[Any], SamplingParams]:
+        """Return the prompts and their parameters."""
+        raise NotImplementedError
+
+    def whole(self, requests: list[Request], results: list[Result]) -> dict[str, Any]:
+        """Return the whole response."""
+        raise NotImplementedError
+
+    def write(self, number: int, request: Request, delta: Delta) -> Events:
+        """Yield the events of a delta; `number` is the index of its prompt."""
+        raise NotImplementedError
+
+    def end(self, results: list[Result]) -> Events:
+        """Yield the last events of a stream."""
+        if self.with_usage:
+            yield self.chunk([], self.usage(results))
+
+    async def count_reasoning(self, results: list[Result]) -> None:
+        """Count the tokens of reasoning, for the usage, where there can be any."""
+
+    def usage(self, results: list[Result]) -> dict[str, Any]:
+        """Return the counts of prompt and completion tokens."""
+        prompt = sum(len(result.prompt_token_ids) for result in results)
+        num_new = sum(len(output.token_ids) for result in results for output in result.outputs)
+        cached = sum(result.num_cached_tokens for result in results)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": num_new,
+            "total_tokens": prompt + num_new,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
     def envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return an answer with these choices."""
+        """Return a response with these choices."""
         return {
             "id": self.id,
             "object": kind,
@@ -71,14 +137,14 @@ class ApiRequest(Generic[Body]):
         }
 
     def chunk(
-        self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None
+        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return a chunk of a stream; if that ends with the usage, every chunk has the field."""
-        piece = self.envelope(kind, choices)
+        """Return a chunk of a stream, with a `usage` field if the stream ends with the usage."""
+        piece = self.envelope(self.chunk_kind, choices)
         return piece | {"usage": usage} if self.with_usage else piece
 
     def token_logprobs(self, piece: Completion | Delta) -> Iterator[dict[str, Any]]:
-        """Return log-probs in the format of chats."""
+        """Return the log-probs of a piece in the format of chat completions."""
         return self.texts.of_chat(
             piece.token_ids,
             self.service.logprobs_of(piece),
@@ -88,89 +154,66 @@ class ApiRequest(Generic[Body]):
 
 
 class CompletionRequest(ApiRequest[Completions]):
-    """A validated completions request.
-
-    Raises:
-        Refusal, InvalidRequest: an invalid request.
-    """
+    """A validated completions request; raises Refusal or InvalidRequest."""
 
     prefix, ends_with_done = "cmpl-", True
+    kind = chunk_kind = "text_completion"
 
     def __init__(self, service: Service, body: Completions) -> None:
         super().__init__(service, body)
         self.prompts, _ = as_prompts(body.prompt)
         self.params = _params(body).replace(adapter=self.adapter)
+        self._offsets: dict[int, int] = {}  # characters so far of each choice that has begun
         service.check_logprobs(body.logprobs, body.prompt_logprobs, body.stream)
 
-    async def _ask(self) -> tuple[list[Any], SamplingParams]:
+    async def ask(self) -> tuple[list[Any], SamplingParams]:
         return self.prompts, self.params
 
-    async def answer(self, client: Client) -> dict[str, Any]:
-        """Return the whole response."""
-        ended = await self.service.run(client, self._ask)
+    def whole(self, requests: list[Request], results: list[Result]) -> dict[str, Any]:
         choices = tuple(  # each may be long
-            self._choice(number * self.params.n + output.index, request, output, {})
+            self._choice(number, requests[number], output)
             | prompt_of(result, self.body, self.service)
-            for number, (request, result) in enumerate(ended)
+            for number, result in enumerate(results)
             for output in result.outputs
         )
-        results = [result for _, result in ended]
-        return self.envelope("text_completion", choices) | {"usage": usage(results)}
+        return self.envelope(self.kind, choices) | {"usage": self.usage(results)}
 
-    async def events(self, client: Client) -> AsyncGenerator[dict[str, Any], None]:
-        """Stream the response."""
-        results: list[Result] = []
-        offsets: dict[int, int] = {}  # choice: characters so far
+    def write(self, number: int, request: Request, delta: Delta) -> Events:
+        choice = self._choice(number, request, delta)
         tokens = self.body.return_token_ids or self.body.support
-        async with aclosing(self.service.stream(client, self._ask)) as stream:
-            async for number, request, delta in stream:
-                if delta.result is not None:
-                    results.append(delta.result)
-                index = number * self.params.n + delta.index
-                choice = self._choice(index, request, delta, offsets)
-                if tokens or any(choice[name] for name in ("text", "logprobs", "finish_reason")):
-                    yield self.chunk("text_completion", [choice])
-        if self.with_usage:
-            yield self.chunk("text_completion", [], usage(results))
+        if tokens or any(choice[name] for name in ("text", "logprobs", "finish_reason")):
+            yield self.chunk([choice])
 
-    def _choice(
-        self, index: int, request: Request, piece: Completion | Delta, offsets: dict[int, int]
-    ) -> dict[str, Any]:
-        """Return the choice of a whole completion or of a delta.
-
-        Args:
-            offsets: the number of characters so far, of the choices that have begun.
-        """
-        is_first = index not in offsets
-        offset = offsets.setdefault(index, 0)
+    def _choice(self, number: int, request: Request, piece: Completion | Delta) -> dict[str, Any]:
+        """Return the choice of a whole completion or of a delta."""
+        index = number * self.params.n + piece.index
+        is_first = index not in self._offsets
+        offset = self._offsets.setdefault(index, 0)
         text, ids = piece.text, piece.token_ids
         logprobs = list[float | None](self.service.logprobs_of(piece))
         top: list[TopLogprobs | None] = [*(piece.top_logprobs or ())]
         if self.body.echo and is_first:
-            text = self._prompt_text(request) + text
+            prompt, tokenizer = request.prompt, self.service.llm.tokenizer
+            if prompt is None and tokenizer is not None:
+                prompt = tokenizer.decode(request.prompt_ids, False)
+            text = (prompt or "") + text
             ids = request.prompt_ids + ids
             if request.params.prompt_logprobs is not None:
-                prompt = request.prompt_tokens
-                logprobs = [None, *(token.logprob for token in prompt), *logprobs]
-                top = [None, *(token.top_logprobs for token in prompt), *top]
-        found = None
+                tokens = request.prompt_tokens
+                logprobs = [None, *(token.logprob for token in tokens), *logprobs]
+                top = [None, *(token.top_logprobs for token in tokens), *top]
+        entries = None
         if (num_top := self.body.logprobs) is not None:
             if not num_top and not self.body.return_tokens_as_token_ids:
-                num_top = None  # only vLLM's clients, which ask for ids, expect the drawn tokens
-            found = self.texts.legacy(ids, logprobs, top, num_top, offset)
-            offsets[index] += sum(map(self.texts.length, ids))
-        choice = {"index": index, "text": text, "logprobs": found, "finish_reason": None}
+                num_top = None  # only vLLM's clients, which request ids, expect the drawn tokens
+            entries = self.texts.legacy(ids, logprobs, top, num_top, offset)
+            self._offsets[index] += sum(map(self.texts.length, ids))
+        choice = {"index": index, "text": text, "logprobs": entries, "finish_reason": None}
         if piece.finish_reason is not None:
             choice |= ending(piece, request.seed)
         if self.body.return_token_ids and is_first:
             choice["prompt_token_ids"] = request.prompt_ids
         return choice | ids_of(piece, self.body)
-
-    def _prompt_text(self, request: Request) -> str:
-        if request.prompt is not None:
-            return request.prompt
-        tokenizer = self.service.llm.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(request.prompt_ids, False)
 
 
 def _params(body: Completions) -> SamplingParams:
@@ -192,42 +235,29 @@ def _params(body: Completions) -> SamplingParams:
 
 
 def prompt_of(result: Result, body: ForTrainers, service: Service) -> dict[str, Any]:
-    """Return what a trainer requests of the prompt."""
-    found: dict[str, Any] = {}
+    """Return the ids and log-probs of the prompt, if requested."""
+    fields: dict[str, Any] = {}
     if body.return_token_ids:
-        found["prompt_token_ids"] = result.prompt_token_ids
+        fields["prompt_token_ids"] = result.prompt_token_ids
     if body.prompt_logprobs is not None:
-        found["prompt_logprobs"] = service.texts.prompt_logprobs(result)
-    return found
+        fields["prompt_logprobs"] = service.texts.prompt_logprobs(result)
+    return fields
 
 
 def ids_of(piece: Completion | Delta, body: ForTrainers) -> dict[str, Any]:
-    """Return what a trainer requests of each token of a piece."""
-    found: dict[str, Any] = {}
+    """Return the ids, weight versions, supports and log masses of a piece's tokens, if requested."""
+    fields: dict[str, Any] = {}
     if body.return_token_ids:
-        found |= {"token_ids": piece.token_ids, "weight_versions": piece.weight_versions}
+        fields |= {"token_ids": piece.token_ids, "weight_versions": piece.weight_versions}
     if body.support:
-        found |= {"supports": piece.supports, "log_masses": piece.log_masses}
-    return found
-
-
-def usage(results: list[Result]) -> dict[str, Any]:
-    """Return the counts of prompt and completion tokens."""
-    prompt = sum(len(result.prompt_token_ids) for result in results)
-    num_new = sum(len(output.token_ids) for result in results for output in result.outputs)
-    cached = sum(result.num_cached_tokens for result in results)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": num_new,
-        "total_tokens": prompt + num_new,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+        fields |= {"supports": piece.supports, "log_masses": piece.log_masses}
+    return fields
 
 
 def ending(piece: Completion | Delta, seed: int, *, called: bool = False) -> dict[str, Any]:
-    """Return how a completion ended; a timeout is "length".
+    """Return the finish reason, stop reason and seed of a completion; a timeout is "length".
 
-    The stop id, ids or string and the seed are extensions of OpenAI's fields.
+    The stop reason (id, ids or string) and the seed extend OpenAI's fields.
     """
     reason, stop = "length", piece.stop_reason
     if piece.finish_reason is FinishReason.STOP:

@@ -14,6 +14,7 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from verbatim.common.plain import to_plain
 from verbatim.errors import (
     EngineClosed,
     InvalidRequest,
@@ -27,23 +28,21 @@ from verbatim.errors import (
     VerbatimError,
 )
 from verbatim.params import SamplingParams
-from verbatim.plain import to_plain
 
 log = logging.getLogger("verbatim.serve")
 RETRY_AFTER_S = 1
 JSON = "application/json"
 PIECE_BYTES = 256 << 10
-_ROWS = 64  # of a long list that are encoded at once
+_ROWS = 64  # entries of a long list that are encoded together
 _FIELDS = frozenset(SamplingParams.__slots__) | {"prompt", "messages", "tools", "tool_choice"}
 
 
 class Refusal(HTTPException):
-    """The rejection of a request.
+    """An HTTP error response.
 
-    A starlette exception, so that code that reads a body does not catch it.
+    A subclass of HTTPException, which FastAPI does not convert if it is raised while a body is read.
 
     Args:
-        status: HTTP status.
         message: the problem, with the value and what is allowed.
         param: dotted path of the field.
         code: OpenAI's error code, if there is one.
@@ -98,7 +97,7 @@ class Json(Response):
 def to_bytes(content: Any) -> bytes:
     """Return compact JSON. NaN and infinity become null, objects their fields, tensors nested lists.
 
-    Iterators become lists, so that the entries of a long one need not be in memory together.
+    Iterators become lists, so that the entries of a long list need not be in memory at once.
     """
     try:
         return to_json(content, inf_nan_mode="null", fallback=to_plain)
@@ -109,10 +108,7 @@ def to_bytes(content: Any) -> bytes:
 
 
 def json_pieces(content: Any, head: bytes = b"", tail: bytes = b"") -> Iterator[bytes]:
-    """Yield what `to_bytes` returns, with a head and a tail, in pieces of about `PIECE_BYTES`.
-
-    Only the last piece is shorter.
-    """
+    """Yield head, `to_bytes(content)` and tail in pieces of `PIECE_BYTES` or more; the last may be short."""
     piece = bytearray(head)
     for part in _parts(content):
         piece += part
@@ -123,7 +119,7 @@ def json_pieces(content: Any, head: bytes = b"", tail: bytes = b"") -> Iterator[
 
 
 def _parts(content: Any) -> Iterator[bytes]:
-    """Yield JSON in pieces: of each entry of a tuple or a short list, else of some entries at once."""
+    """Yield JSON in pieces: one entry of a tuple or short list at a time, or groups of entries."""
     if dataclasses.is_dataclass(content):
         fields = dataclasses.fields(content)
         content = {field.name: getattr(content, field.name) for field in fields}
@@ -136,9 +132,9 @@ def _parts(content: Any) -> Iterator[bytes]:
         yield b"}" if content else b"{}"
     elif isinstance(content, list | tuple | Iterator):
         entries, before = iter(content), b"["
-        alone = isinstance(content, tuple) or (isinstance(content, list) and len(content) <= _ROWS)
+        single = isinstance(content, tuple) or (isinstance(content, list) and len(content) <= _ROWS)
         while rows := list(islice(entries, _ROWS)):
-            if alone or dataclasses.is_dataclass(rows[0]):
+            if single or dataclasses.is_dataclass(rows[0]):
                 for row in rows:
                     yield before
                     yield from _parts(row)
@@ -152,7 +148,7 @@ def _parts(content: Any) -> Iterator[bytes]:
 
 
 def refusal_of(error: BaseException) -> Refusal:
-    """Return the response of an error. Details of an unexpected one are logged, not sent."""
+    """Return the refusal for an error. Details of an unexpected error are logged, not sent."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, HTTPException):
@@ -160,7 +156,10 @@ def refusal_of(error: BaseException) -> Refusal:
     if isinstance(error, PromptTooLong):
         return Refusal(400, str(error), code="context_length_exceeded")
     if isinstance(error, InvalidRequest | NotSupported):
-        return Refusal(400, str(error), param=_param(str(error)))
+        # The field that the message begins with, such as `top_p=2.0: must be ...`.
+        match = re.match(r"(?:params\.|the )?([a-z_]+)(?:=|: | has | is empty)", str(error))
+        named = match is not None and match[1] in _FIELDS
+        return Refusal(400, str(error), param=match[1] if match and named else None)
     if isinstance(error, QueueFull | OutOfBlocks):
         return too_many(str(error))
     if isinstance(error, EngineClosed):
@@ -179,12 +178,6 @@ def refusal_of(error: BaseException) -> Refusal:
         return Refusal(500, f"the request failed: {type(error).__name__}")
     log.error("unexpected error", exc_info=error)
     return Refusal(500, "internal server error")
-
-
-def _param(message: str) -> str | None:
-    """Return the field that a message begins with, such as `top_p=2.0: must be ...`."""
-    match = re.match(r"(?:params\.|the )?([a-z_]+)(?:=|: | has | is empty)", message)
-    return match[1] if match is not None and match[1] in _FIELDS else None
 
 
 def too_many(message: str) -> Refusal:

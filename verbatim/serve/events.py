@@ -17,26 +17,25 @@ from verbatim.serve.errors import JSON, PIECE_BYTES, json_pieces, refusal_of, to
 DONE = b"data: [DONE]\n\n"
 
 
-def answered(http: Request, ask: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
+def json_response(http: Request, ask: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
     """Return a JSON response, encoded and sent in pieces if it is large."""
-    return _Answer(http, _whole(ask, http.app.state.service.trim_soon), JSON)
+    return _CancellableResponse(http, _encoded_answer(ask, http.app.state.service.trim_soon), JSON)
 
 
-def streamed(
+def event_response(
     http: Request, events: AsyncGenerator[dict[str, Any], None], *, done: bool = True
 ) -> Response:
     """Return a stream of events.
 
-    Args:
-        done: end with `[DONE]`, as OpenAI's older endpoints do; the others name events by their type.
+    With `done`, it ends with `[DONE]`, as in OpenAI's older endpoints; otherwise events are named by type.
     """
-    return _Answer(http, _lines(events, done), "text/event-stream")
+    return _CancellableResponse(http, _encoded_events(events, done), "text/event-stream")
 
 
-class _Answer(Response):
+class _CancellableResponse(Response):
     """A response that is computed while it is sent, and cancelled when the client disconnects.
 
-    An error before the first piece has its own status.
+    An error before the first piece is sent sets the response's status.
     """
 
     def __init__(self, http: Request, pieces: AsyncGenerator[bytes, None], media_type: str) -> None:
@@ -44,27 +43,27 @@ class _Answer(Response):
         super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._pieces = pieces
-        self._on_gone = http.app.state.service.metrics.left.inc
+        self._on_disconnect = http.app.state.service.metrics.disconnected.inc
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def gone() -> None:
+        async def until_disconnect() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        writes = asyncio.ensure_future(self._write(scope, receive, send))
-        leaves = asyncio.ensure_future(gone())
+        write = asyncio.ensure_future(self._write(scope, receive, send))
+        watch = asyncio.ensure_future(until_disconnect())
         async with aclosing(self._pieces):
             try:
-                await asyncio.wait({writes, leaves}, return_when=asyncio.FIRST_COMPLETED)
-                if writes.done():
-                    writes.result()
+                await asyncio.wait({write, watch}, return_when=asyncio.FIRST_COMPLETED)
+                if write.done():
+                    write.result()
                 else:
-                    self._on_gone()
+                    self._on_disconnect()
             finally:
-                for each in (writes, leaves):
-                    each.cancel()
+                for task in (write, watch):
+                    task.cancel()
                     with suppress(BaseException):  # the result of a cancelled task is not used
-                        await each
+                        await task
 
     async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
         piece = await anext(self._pieces)
@@ -78,7 +77,7 @@ class _Answer(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _whole(
+async def _encoded_answer(
     ask: Callable[[], Awaitable[dict[str, Any]]], on_large: Callable[[], None]
 ) -> AsyncGenerator[bytes, None]:
     pieces = json_pieces(await ask())
@@ -92,27 +91,27 @@ async def _whole(
             on_large()
 
 
-async def _lines(
+async def _encoded_events(
     events: AsyncGenerator[dict[str, Any], None], done: bool
 ) -> AsyncGenerator[bytes, None]:
     begun = False
     async with aclosing(events):
         try:
             async for event in events:
-                for line in _line(event, named=not done):
+                for piece in _encoded_event(event, named=not done):
                     begun = True
-                    yield line
+                    yield piece
         except Exception as error:
             if not begun:
                 raise
-            yield next(_line(refusal_of(error).body(), named=not done))
+            yield next(_encoded_event(refusal_of(error).body(), named=not done))
         else:
             if done:
                 yield DONE
 
 
-def _line(event: dict[str, Any], *, named: bool) -> Iterator[bytes]:
-    """Return an event in pieces, nearly always in one."""
+def _encoded_event(event: dict[str, Any], *, named: bool) -> Iterator[bytes]:
+    """Return the pieces of an encoded event, nearly always one."""
     if named and "type" in event:
         return json_pieces(event, f"event: {event['type']}\ndata: ".encode(), b"\n\n")
     return iter([b"data: " + to_bytes(event) + b"\n\n"])

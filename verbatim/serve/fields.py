@@ -1,7 +1,7 @@
 """The request bodies: OpenAI's fields under OpenAI's names, and Verbatim's own.
 
-Unknown fields and values of another type are rejected. Texts and ranges of the fields of `SamplingParams`
-are its own, and it validates them.
+Unknown fields and values of the wrong type are rejected. The fields of `SamplingParams` have its descriptions
+and ranges, and it validates them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, WithJsonSchema
 
-from verbatim.checks import field_docs
+from verbatim.common.checks import field_docs
 from verbatim.errors import InvalidRequest
 from verbatim.params import (
     MAX_BAD_WORDS,
@@ -28,9 +28,9 @@ from verbatim.serve.bodies import check_parts
 MAX_TOP = 20  # limit of `top_logprobs`, as OpenAI's
 MAX_PROMPTS = 1024
 MAX_PROMPT_IDS = 1 << 21
-MAX_TEXT_IDS = 1 << 17  # of /detokenize, which has the GIL for a microsecond for each
-MAX_MESSAGES = 4096  # also of the parts of a message
-MAX_TOOLS = 128  # also of the calls in a message
+MAX_TEXT_IDS = 1 << 17  # for /detokenize, which holds the GIL for a microsecond per id
+MAX_MESSAGES = 4096  # also limits the parts of a message
+MAX_TOOLS = 128  # also limits the calls in a message
 MAX_ALLOWED_IDS = 1 << 19
 MAX_CHOICES = 4096
 MAX_BIASES = 1024
@@ -40,16 +40,16 @@ MAX_VARIABLES = 64  # of a chat template, or of `SamplingParams`
 
 
 class Strict(BaseModel):
-    """Base of the request bodies: rejects unknown fields and values of another type."""
+    """Base of the request bodies: rejects unknown fields and values of the wrong type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 
 def at_most(entries: int) -> Any:
-    """Return a limit on the entries of a list, which is also part of the OpenAPI document.
+    """Return a field with a maximum number of list entries, which is part of the OpenAPI document.
 
-    Validation stops at the first invalid entry. Errors of a million entries would take a minute to collect,
-    for each type of a union.
+    Validation stops at the first invalid entry: the errors of a million entries would take a minute, for
+    each member of a union.
     """
     return Field(max_length=entries, fail_fast=True)
 
@@ -80,7 +80,7 @@ class Sampling(Strict):
         None,
         description="Equal seeds give equal tokens, in any batch; negative ones count as 2**64 more. "
         "Default: random.",
-        json_schema_extra={"minimum": -(2**63)},  # OpenAI's have a sign
+        json_schema_extra={"minimum": -(2**63)},  # OpenAI's seeds are signed
     )
     stop: Texts = None
     presence_penalty: Number = None
@@ -90,7 +90,7 @@ class Sampling(Strict):
     )
     user: str | None = Field(None, description="User id, written to the server's log.")
     stream: Switch = None
-    # Without a meaning here: nothing is stored, and all requests have the same service.
+    # Accepted for compatibility: nothing is stored, and there is only one service tier.
     metadata: Annotated[dict[str, str | None], Field(max_length=MAX_METADATA)] | None = None
     store: Switch = Field(None, description="Has no effect: answers are not stored.")
     service_tier: (
@@ -132,7 +132,7 @@ class Sampling(Strict):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
-        """Add the texts and ranges of `SamplingParams` to the fields of these names."""
+        """Add the descriptions and ranges of `SamplingParams` to the fields of the same names."""
         schema: dict[str, Any] = handler(core_schema)
         for name, field in handler.resolve_ref_schema(schema)["properties"].items():
             for key, value in _DOCUMENTED.get(name, {}).items():
@@ -141,10 +141,10 @@ class Sampling(Strict):
 
     def sampling(self) -> dict[str, Any]:
         """Return the fields of SamplingParams that were set."""
-        found = self.model_dump(include=_PARAMS, exclude_none=True)
+        fields = self.model_dump(include=_PARAMS, exclude_none=True)
         if self.seed is not None and -(2**63) <= self.seed < 0:
-            found["seed"] = self.seed + 2**64
-        return found
+            fields["seed"] = self.seed + 2**64
+        return fields
 
 
 # `logprobs` is a number in some bodies and a switch in others.
@@ -166,7 +166,7 @@ _DOCUMENTED = {
 class StructuredOutputs(Strict):
     """A structure under vLLM's names; at most one."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = Field(None, min_length=1)
     choice: Annotated[list[str], at_most(MAX_CHOICES)] | None = Field(None, min_length=1)
     grammar: str | None = Field(None, min_length=1)
@@ -194,14 +194,11 @@ class ForTrainers(Sampling):
     structured_outputs: StructuredOutputs | None = None
 
     def sampling(self) -> dict[str, Any]:
-        found = super().sampling()
-        if self.structured_outputs is not None:
-            for name, value in self.structured_outputs.model_dump(exclude_none=True).items():
-                name = "json_schema" if name == "json_" else name
-                if name in found:
-                    raise InvalidRequest(f"structured_outputs.{name}: {name} is set as well")
-                found[name] = value
-        return found
+        fields, structures = super().sampling(), self.structured_outputs
+        structure = {} if structures is None else structures.model_dump(exclude_none=True)
+        if name := next((name for name in structure if name in fields), None):
+            raise InvalidRequest(f"structured_outputs.{name}: {name} is set as well")
+        return fields | structure
 
 
 class Completions(ForTrainers):
@@ -226,7 +223,7 @@ class Completions(ForTrainers):
     early_stopping: bool | Literal["never"] | None = None
 
 
-# Any cached prefix is found, so there is nothing to control.
+# Accepted without effect: every cached prefix is found.
 CacheControl = Annotated[dict[str, Any], Field(max_length=8)] | None
 
 
@@ -239,7 +236,7 @@ class TextPart(Strict):
 
 
 def _readable(arguments: Any) -> Any:
-    """Replace halves of surrogate pairs, which a model may write and pydantic refuses, by "?"."""
+    """Replace lone surrogates, which a model may write and pydantic rejects, by "?"."""
     if not isinstance(arguments, str):
         return arguments
     check_parts(arguments.encode(errors="replace"))
@@ -250,7 +247,7 @@ def _readable(arguments: Any) -> Any:
     return arguments
 
 
-# Of a call in an earlier answer: the JSON text that the model generated.
+# Arguments of a call in an earlier answer: JSON text as the model generated it.
 CallArguments = Annotated[Json[Any], BeforeValidator(_readable)]
 
 

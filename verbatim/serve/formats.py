@@ -1,22 +1,37 @@
-"""The formats in which families of models write tool calls and reasoning, by their chat templates."""
+"""Formats of tool calls and reasoning by model family, detected from the chat template.
+
+`ToolUse`: the tools of a request, and the grammar of their calls. Arguments always fit the tool's schema.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from verbatim.serve.arguments import PYTHONIC, ArgumentFormat, read_json
-from verbatim.serve.fields import Function
+from verbatim.errors import InvalidRequest
+from verbatim.sampling.json_schema import check_schema
+from verbatim.serve.fields import Function, NamedFunction
+from verbatim.serve.grammars import (
+    ANYTHING,
+    NO_MARKS,
+    PYTHONIC,
+    ArgumentFormat,
+    Marks,
+    read_json,
+    schema_of,
+    text_without,
+)
 
 _INDEX = r"(\d{1,6})"
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A tool call of the model; `arguments` is its JSON, unchanged."""
+    """A tool call of the model; `arguments` is JSON text."""
 
     id: str
     name: str
@@ -27,7 +42,7 @@ class ParsedCall:
 
 
 def call_of(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """Return a call in OpenAI's form, or in that of chat templates, with the arguments as an object."""
+    """Return a call in OpenAI's format or, if `arguments` is an object, in the format of chat templates."""
     return {
         "id": call_id,
         "type": "function",
@@ -37,16 +52,16 @@ def call_of(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """The text of calls: `begin`, then calls with `between` in between, then `end`.
+    """The text of calls: `begin`, calls separated by `between`, `end`.
 
     Attributes:
-        mark: what tells a call from text. Text never contains it, or doesn't begin with it (`bare`).
-        head: what precedes a call's arguments, with NAME for the function's name, and INDEX for a number,
-            with which the name is the call's id.
-        tail: what follows them.
-        between: None if several calls repeat everything, with line ends and text between them.
-        bare: calls are the whole output, as their mark is common in texts.
-        arguments: None for a JSON object.
+        mark: text that identifies a call. Other text never contains it, or, if `bare`, never begins with it.
+        head: text before a call's arguments. NAME stands for the function's name, and INDEX for a number
+            that forms the call's id with the name.
+        tail: text after the arguments.
+        between: separator of calls. None: each call repeats all parts, with line ends and text in between.
+        bare: whether calls are the whole output, because the mark is common in text.
+        arguments: format of the arguments; None for a JSON object.
     """
 
     mark: str
@@ -65,7 +80,7 @@ class CallFormat:
 
     @property
     def text(self) -> str:
-        """All of it, with every mark."""
+        """All parts joined, to find the marks that they contain."""
         parts = [self.mark, self.begin, self.head, self.tail, self.end, self.between or ""]
         if self.arguments is not None:
             parts += [self.arguments.head, self.arguments.tail]
@@ -74,7 +89,7 @@ class CallFormat:
     def parse(
         self, text: str, at: int, functions: Mapping[str, Function]
     ) -> tuple[list[ParsedCall], int] | None:
-        """Return the calls at a position, and where they end; None if they are incomplete or no calls."""
+        """Return the calls at position `at` and the position after them; None if incomplete or invalid."""
         if not text.startswith(self.begin, at):
             return None
         names = "|".join(map(re.escape, sorted(functions, key=len, reverse=True)))
@@ -174,3 +189,116 @@ HARMONY = (START, CHANNEL, CONSTRAIN, MESSAGE, "<|end|>", "<|call|>", "<|return|
 def is_harmony(template: str) -> bool:
     """Return whether a chat template has the channels of gpt-oss."""
     return f"{CHANNEL}analysis{MESSAGE}" in template
+
+
+# ---- the tools of a request
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of one request, and how the model may use them.
+
+    Attributes:
+        functions: callable functions by name.
+        required: whether the output must be one or more calls.
+        several: whether more than one call is allowed.
+        format: format in which the model writes calls.
+        marks: the tokenizer's marks that the format contains.
+    """
+
+    functions: dict[str, Function]
+    required: bool
+    several: bool
+    format: CallFormat
+    marks: Marks
+
+    @classmethod
+    def resolve(
+        cls,
+        functions: Sequence[Function],
+        choice: str | NamedFunction | None,
+        several: bool | None,
+        template: str,
+        marks: Marks = NO_MARKS,
+    ) -> ToolUse | None:
+        """Return the tool use of a request; None if no tool may be called.
+
+        Raises:
+            InvalidRequest: a choice without tools, or of an unknown tool; duplicate names; an unsupported
+                schema.
+        """
+        if not functions:
+            if choice not in (None, "none", "auto"):
+                raise InvalidRequest("tool_choice requires tools")
+            return None
+        named = {function.name: function for function in functions}
+        if len(named) < len(functions):
+            raise InvalidRequest("tools: two of them have the same name")
+        for function in functions:
+            name, schema = function.name, schema_of(function)
+            if schema.get("type", "object") != "object":
+                kind = f"the type of its parameters is {schema['type']!r}; must be 'object'"
+                raise InvalidRequest(f"tools: {name}: {kind}")
+            try:
+                check_schema(schema)
+            except InvalidRequest as error:
+                raise InvalidRequest(f"tools: {name}: {error}") from None
+        if choice == "none":
+            return None
+        if isinstance(choice, NamedFunction):
+            if choice.name not in named:
+                raise InvalidRequest(
+                    f"tool_choice: no tool is named {choice.name!r:.80}; the tools are {', '.join(named)}"
+                )
+            named = {choice.name: named[choice.name]}
+        form = call_format(template)
+        return cls(
+            named,
+            required=choice == "required" or isinstance(choice, NamedFunction),
+            several=several is not False and not isinstance(choice, NamedFunction),
+            format=form,
+            marks=marks.within(form.text),
+        )
+
+    def grammar(self) -> str:
+        """Return the grammar of the output, in Lark."""
+        form, lark, mark = self.format, self.marks.lark, self.format.mark
+        several = self.several and form.between is not None
+        more = f" ({lark(form.between or '')} call)*" if several else ""
+        calls = f"call{more} {lark(form.end)}\n"
+        section = f"section: {lark(form.begin)} {calls}"
+        if self.required:
+            more = ' ("\\n" section)*' if self.several and form.repeats else ""
+            frame = f"start: section{more}\n{section}"
+        elif form.bare:
+            # There is no mark, so text that begins like a call would be parsed as one.
+            frame = f"start: section | TEXT\n{section}TEXT: /[^\\{mark}]{ANYTHING}/\n"
+        else:
+            # Text must not contain the mark, since the schema would not apply to what follows.
+            start = f"part{'*' if self.several else '?'}" if form.repeats else "part |"
+            part = f"part: head {lark(form.begin.removeprefix(mark))} {calls}"
+            text = text_without("TEXT", [mark])
+            frame = f"start: {start} TEXT\n{part}{self.marks.until('head', mark)}{text}"
+        return frame + self.call_rules()
+
+    def call_rules(self) -> str:
+        """Return the rules of the calls. Each tool has its own schema, and `$ref`s are local to it."""
+        rules, names, form = [], [], self.format
+        for number, function in enumerate(self.functions.values()):
+            names.append(f"call_{number}")
+            start, _, rest = form.head.replace("NAME", function.name).partition("INDEX")
+            head = self.marks.lark(start) + (
+                f" /[0-9]{{1,6}}/ {self.marks.lark(rest)}" if rest else ""
+            )
+            rule = f"arguments_{number}"
+            rules.append(f"call_{number}: {head} {rule} {self.marks.lark(form.tail)}\n")
+            if form.arguments is None:
+                rules.append(f"{rule}: %json {json.dumps(schema_of(function))}\n")
+                continue
+            try:
+                rules += form.arguments.rules(rule, function, self.marks)
+            except (TypeError, AttributeError, KeyError) as error:
+                raise InvalidRequest(
+                    f"tools: {function.name}: not a JSON schema: {error}"
+                ) from None
+        return f"call: {' | '.join(names)}\n" + "".join(dict.fromkeys(rules))

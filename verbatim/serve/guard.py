@@ -1,4 +1,4 @@
-"""The outermost layer: checks of host, API key and body, counting, and answers to unexpected errors."""
+"""`Guard`: the outermost middleware; checks host, API key and body, and counts responses."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from verbatim.serve.service import Service
 # Paths without a key: probes, and the playground, which asks for the key itself.
 OPEN = frozenset({"/health", "/ready", "/"})
 _LARGE_BYTES = 1 << 18
-_BODIES = 16  # as many times `max_body_bytes` may large bodies in progress have
+_BODIES = 16  # limit on the total size of large bodies in progress, in units of `max_body_bytes`
 
 
 def _password(credentials: str) -> bytes:
-    """Return the password of HTTP's basic authentication; b"" without one."""
+    """Return the password of HTTP basic authentication; b"" if there is none."""
     try:
         return base64.b64decode(credentials, validate=True).partition(b":")[2]
     except ValueError:
@@ -54,7 +54,7 @@ class Guard:
                 path = getattr(route, "path", "other")
                 metrics = self._service.metrics
                 metrics.answers.labels(path, str(message["status"])).inc()
-                metrics.turned_away.inc(message["status"] == 429)
+                metrics.rejected.inc(message["status"] == 429)
                 begun = True
             await send(message)
 
@@ -64,7 +64,7 @@ class Guard:
             state["key"] = self._key(headers) if scope["path"] not in OPEN else ""
             self._check_body(headers)
             await self._app(scope, self._bounded(receive, state), counted)
-        except asyncio.CancelledError:  # at the second signal, or at the end of the time to drain
+        except asyncio.CancelledError:  # at the second signal, or when the drain time is over
             if not begun:
                 await Refusal(503, "the server has ended").response()(scope, receive, counted)
             raise
@@ -83,16 +83,16 @@ class Guard:
             return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "basic":  # of clients that only take a URL: http://:KEY@host
-            given = _password(key)
+            secret = _password(key)
         elif scheme.lower() == "bearer":
-            given = key.encode("latin-1")
+            secret = key.encode("latin-1")
         else:  # of Anthropic's clients
-            given = headers.get("x-api-key", "").encode("latin-1")
+            secret = headers.get("x-api-key", "").encode("latin-1")
         challenge = {"WWW-Authenticate": "Bearer"}
-        if not given:
+        if not secret:
             how = "send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`"
             raise Refusal(401, f"no API key: {how}", code="missing_api_key", headers=challenge)
-        digest = hashlib.sha256(given.strip()).digest()
+        digest = hashlib.sha256(secret.strip()).digest()
         # All are compared, so that the time does not depend on which one matches.
         if not sum(hmac.compare_digest(digest, known) for known in self._keys):
             raise Refusal(401, "invalid API key", code="invalid_api_key", headers=challenge)
@@ -100,7 +100,7 @@ class Guard:
 
     def _check_host(self, headers: Headers) -> None:
         host = headers.get("host")
-        # HTTP/1.0 has no such header, and no web page, since every browser sends it.
+        # Clients of HTTP/1.0 may omit the header; web pages can't, since every browser sends it.
         if not self._settings.hosts or host is None:
             return
         name = re.sub(r":\d*$", "", host.lower()).strip("[]")
@@ -112,8 +112,8 @@ class Guard:
         if encodings - {"", "identity"}:
             raise Refusal(415, "Content-Encoding: not supported; send the body as it is")
         if "transfer-encoding" in headers:
-            # Each chunk costs as much as a kilobyte of a body, and may hold one byte. With a Content-Length
-            # beside it, a proxy may see another request than this server.
+            # A chunk of one byte costs as much as a kilobyte of a body. If there is a Content-Length as well,
+            # a proxy may parse a different request than this server.
             raise Refusal(
                 411,
                 "Transfer-Encoding: not supported; send the body with its Content-Length",
@@ -130,12 +130,12 @@ class Guard:
         )
 
     def _bounded(self, receive: Receive, state: dict[str, Any]) -> Receive:
-        """Return `receive` with the limits of body size and time, and of all large bodies together."""
-        left, loop = self._settings.max_body_bytes, asyncio.get_running_loop()
+        """Return `receive` with limits on the body's size and time, and on all large bodies together."""
+        remaining, loop = self._settings.max_body_bytes, asyncio.get_running_loop()
         deadline: float | None = loop.time() + self._settings.body_timeout_s
 
         async def bounded() -> Message:
-            nonlocal left, deadline
+            nonlocal remaining, deadline
             try:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
@@ -145,15 +145,17 @@ class Guard:
                     f"the body took longer than {self._settings.body_timeout_s:g} s to arrive",
                     headers={"Connection": "close"},
                 ) from None
-            left -= len(message.get("body", b""))
-            if left < 0:
+            remaining -= len(message.get("body", b""))
+            if remaining < 0:
                 raise self._too_long()
-            num_bytes = self._settings.max_body_bytes - left
+            num_bytes = self._settings.max_body_bytes - remaining
             if num_bytes > _LARGE_BYTES:
                 self._large_bytes += num_bytes - state.get("large_bytes", 0)
                 state["large_bytes"] = num_bytes
                 if self._large_bytes > _BODIES * self._settings.max_body_bytes:
-                    raise too_many("the large bodies in progress have as many bytes as allowed")
+                    raise too_many(
+                        "the large bodies in progress have reached the limit on their total size"
+                    )
             if not message.get("more_body", False):
                 deadline = None  # the body is complete: only a disconnect can follow
             return message

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from verbatim.core import Completion, FinishReason, Result
+from verbatim.core import Completion, Delta, FinishReason, Request, Result
 from verbatim.errors import InvalidRequest
-from verbatim.serve.chat import ConversationRequest, structure_of, text_of
+from verbatim.serve.answers import Part, Reasoning
+from verbatim.serve.chat import ConversationRequest, text_of
+from verbatim.serve.completions import Events
 from verbatim.serve.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -28,7 +29,6 @@ from verbatim.serve.fields import (
     at_most,
 )
 from verbatim.serve.formats import ParsedCall, call_of
-from verbatim.serve.reader import Part, Reasoning
 from verbatim.serve.service import Client, Service
 
 # ---- the body
@@ -132,7 +132,7 @@ class OutputConfig(Strict):
 
 
 class CountTokens(Sampling):
-    """A conversation, the tokens of which are counted."""
+    """A conversation to count the tokens of."""
 
     messages: Annotated[list[Turn], at_most(MAX_MESSAGES)] = Field(
         min_length=1, examples=[[{"role": "user", "content": "Tell me a story."}]]
@@ -155,67 +155,57 @@ class Messages(CountTokens):
 # ---- the answer
 
 
-class MessagesRequest(ConversationRequest[CountTokens]):
-    """A validated request for a message, or for the number of its tokens.
-
-    Raises:
-        Refusal, InvalidRequest, NotSupported: an invalid or unsupported request.
-    """
+class MessagesRequest(ConversationRequest[Messages]):
+    """A validated message request; raises Refusal, InvalidRequest or NotSupported."""
 
     prefix = "msg_"
+    _index = -1  # of the streamed block
+    _kind: Any = None  # its type
 
-    def __init__(self, service: Service, body: CountTokens) -> None:
+    def __init__(self, service: Service, body: Messages) -> None:
         super().__init__(
             service,
             body,
             _messages(body),
             _fields(body),
+            body.output_config and body.output_config.format,
             body.tools or (),
             *_choice(body.tool_choice),
-            effort=None if body.output_config is None else body.output_config.effort,
+            effort=getattr(body.output_config, "effort", None),
             thinking=None if body.thinking is None else body.thinking.type != "disabled",
         )
 
-    async def answer(self, client: Client) -> dict[str, Any]:
-        """Return the whole message."""
-        result = await self.result(client)
-        return self._message([_block(part) for part in self.parts_of(result.outputs[0])], result)
+    def whole(self, requests: list[Request], results: list[Result]) -> dict[str, Any]:
+        parts = self.parts_of(results[0].outputs[0])
+        return self._message([_block(part)[0] for part in parts], results[0])
 
-    async def events(self, client: Client) -> AsyncGenerator[dict[str, Any], None]:
-        """Stream the message as events."""
-        result: Result | None = None
-        index, kind, called, begun = -1, None, False, False
-        async with aclosing(self.stream(client)) as stream:
-            async for request, delta, reader, parts in stream:
-                if not begun:
-                    begun = True
-                    usage = {"input_tokens": request.num_input_tokens, "output_tokens": 0}
-                    message = self._message([], None) | {"usage": usage}
-                    yield {"type": "message_start", "message": message}
-                result, called = delta.result or result, reader.num_calls > 0
-                for part in parts:
-                    if kind is not type(part) or isinstance(part, ParsedCall):
-                        if index >= 0:
-                            yield {"type": "content_block_stop", "index": index}
-                        index, kind = index + 1, type(part)
-                        start = {"index": index, "content_block": _block(part) | _EMPTY[kind]}
-                        yield {"type": "content_block_start"} | start
-                    yield {"type": "content_block_delta", "index": index, "delta": _delta(part)}
-        if index >= 0:
-            yield {"type": "content_block_stop", "index": index}
-        assert result is not None
-        await self.count_reasoning(result)
-        whole = self._message([], result, called)
-        ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-        yield {"type": "message_delta", "delta": ended, "usage": whole["usage"]}
+    def write(self, number: int, request: Request, delta: Delta) -> Events:
+        if not self.readers:
+            usage = {"input_tokens": request.num_input_tokens, "output_tokens": 0}
+            yield {"type": "message_start", "message": self._message([], None) | {"usage": usage}}
+        for part in self.parts_of(delta):
+            block, empty, content = _block(part)
+            if self._kind is not type(part) or isinstance(part, ParsedCall):
+                yield from self._end_block()
+                self._index, self._kind = self._index + 1, type(part)
+                begun = {"index": self._index, "content_block": block | empty}
+                yield {"type": "content_block_start"} | begun
+            yield {"type": "content_block_delta", "index": self._index, "delta": content}
+
+    def _end_block(self) -> Events:
+        if self._index >= 0:
+            yield {"type": "content_block_stop", "index": self._index}
+
+    def end(self, results: list[Result]) -> Events:
+        yield from self._end_block()
+        whole = self._message([], results[0])
+        stop_fields = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+        yield {"type": "message_delta", "delta": stop_fields, "usage": whole["usage"]}
         yield {"type": "message_stop"}
 
-    def _message(
-        self, content: list[dict[str, Any]], result: Result | None, called: bool = False
-    ) -> dict[str, Any]:
+    def _message(self, content: list[dict[str, Any]], result: Result | None) -> dict[str, Any]:
         output = None if result is None else result.outputs[0]
-        called = called or any(block["type"] == "tool_use" for block in content)
-        reason, sequence = (None, None) if output is None else _stop(output, called)
+        reason, sequence = (None, None) if output is None else self._stop(output)
         return {
             "id": self.id,
             "type": "message",
@@ -226,14 +216,22 @@ class MessagesRequest(ConversationRequest[CountTokens]):
             "stop_details": None,
             "stop_reason": reason,
             "stop_sequence": sequence,
-            "usage": None if result is None else self._usage(result),
+            "usage": None if result is None else self.usage([result]),
             "system_fingerprint": self.service.fingerprint,
             "seed": None if output is None else output.seed,
         }
 
-    def _usage(self, result: Result) -> dict[str, Any]:
+    def _stop(self, output: Completion) -> tuple[str, str | None]:
+        """Return why the answer ended, and at which stop sequence."""
+        if output.finish_reason is not FinishReason.STOP:
+            return "max_tokens", None
+        if isinstance(output.stop_reason, str):
+            return "stop_sequence", output.stop_reason
+        return "tool_use" if self.readers[0].num_calls else "end_turn", None
+
+    def usage(self, results: list[Result]) -> dict[str, Any]:
+        (result,) = results
         cached = result.num_cached_tokens
-        thinking = self.num_reasoning_tokens
         return {
             "input_tokens": len(result.prompt_token_ids) - cached,
             "cache_creation": None,
@@ -241,7 +239,7 @@ class MessagesRequest(ConversationRequest[CountTokens]):
             "cache_read_input_tokens": cached,
             "inference_geo": None,
             "output_tokens": len(result.outputs[0].token_ids),
-            "output_tokens_details": {"thinking_tokens": thinking},
+            "output_tokens_details": {"thinking_tokens": self.num_reasoning_tokens},
             "server_tool_use": None,
             "service_tier": "standard",
         }
@@ -250,56 +248,36 @@ class MessagesRequest(ConversationRequest[CountTokens]):
 async def count_tokens(service: Service, body: CountTokens, _: Client) -> dict[str, Any]:
     """Return the number of the prompt's tokens."""
     with service.reserve():
-        prompts, _params = await MessagesRequest(service, body).ask()
+        request: Any = MessagesRequest  # `ask` needs only the fields of `CountTokens`
+        prompts, _params = await request(service, body).ask()
         return {"input_tokens": len(prompts[0])}
 
 
-def _block(part: Part) -> dict[str, Any]:
+def _block(part: Part) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the block of a part, its content at the start of a stream, and the delta with the content."""
     if isinstance(part, ParsedCall):
-        return {
+        block = {
             "type": "tool_use",
             "id": re.sub(r"\W", "_", f"toolu_{part.id.removeprefix('call_')}"),
             "caller": {"type": "direct"},
             "name": part.name,
             "input": json.loads(part.arguments),
         }
+        delta = {"type": "input_json_delta", "partial_json": part.arguments}
+        return block, {"input": {}}, delta
     if isinstance(part, Reasoning):
-        return {"type": "thinking", "thinking": part.text, "signature": ""}
-    return {"type": "text", "text": part, "citations": None}
-
-
-# What a block of a stream begins with.
-_EMPTY: dict[type, dict[str, Any]] = {
-    ParsedCall: {"input": {}},
-    Reasoning: {"thinking": ""},
-    str: {"text": ""},
-}
-
-
-def _delta(part: Part) -> dict[str, Any]:
-    if isinstance(part, ParsedCall):
-        return {"type": "input_json_delta", "partial_json": part.arguments}
-    if isinstance(part, Reasoning):
-        return {"type": "thinking_delta", "thinking": part.text}
-    return {"type": "text_delta", "text": part}
-
-
-def _stop(output: Completion, called: bool) -> tuple[str, str | None]:
-    """Return why the answer ended, and at which stop sequence."""
-    if output.finish_reason is not FinishReason.STOP:
-        return "max_tokens", None
-    if isinstance(output.stop_reason, str):
-        return "stop_sequence", output.stop_reason
-    return "tool_use" if called else "end_turn", None
+        block = {"type": "thinking", "thinking": part.text, "signature": ""}
+        return block, {"thinking": ""}, {"type": "thinking_delta", "thinking": part.text}
+    block = {"type": "text", "text": part, "citations": None}
+    return block, {"text": ""}, {"type": "text_delta", "text": part}
 
 
 def _fields(body: CountTokens) -> dict[str, Any]:
-    fields = body.sampling()
-    if isinstance(body, Messages) and body.stop_sequences is not None:
-        if body.stop is not None:
-            raise InvalidRequest("stop and stop_sequences: they mean the same; set only one")
-        fields["stop"] = body.stop_sequences
-    return fields | structure_of(body.output_config and body.output_config.format)
+    if not isinstance(body, Messages) or body.stop_sequences is None:
+        return {}
+    if body.stop is not None:
+        raise InvalidRequest("stop and stop_sequences: they mean the same; set only one")
+    return {"stop": body.stop_sequences}
 
 
 def _choice(choice: ToolChoice | None) -> tuple[str | NamedFunction | None, bool | None]:
@@ -319,31 +297,20 @@ def _messages(body: CountTokens) -> Iterator[dict[str, Any]]:
     if body.system is not None:
         yield {"role": "system", "content": text_of(body.system)}
     for turn in body.messages:
-        blocks: list[Any] = [turn.content] if isinstance(turn.content, str) else [*turn.content]
-        if not isinstance(turn, UserTurn):
-            yield _answer(blocks)
+        blocks: list[Any] = [] if isinstance(turn.content, str) else [*turn.content]
+        message: dict[str, Any] = {"role": turn.role, "content": text_of(turn.content)}
+        if isinstance(turn, AssistantTurn):
+            thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+            if thoughts:
+                message["reasoning_content"] = "".join(thoughts)
+            calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+            if calls:
+                message["tool_calls"] = [call_of(call.id, call.name, call.input) for call in calls]
+            yield message
             continue
         results = [block for block in blocks if isinstance(block, ToolResultBlock)]
         for result in results:
             content = text_of(result.content)
             yield {"role": "tool", "content": content, "tool_call_id": result.tool_use_id}
         if len(results) < len(blocks) or not blocks:
-            yield {"role": "user", "content": _joined(blocks)}
-
-
-def _joined(blocks: Iterable[Any]) -> str:
-    """Return the text of the blocks of a turn."""
-    texts = (block if isinstance(block, str) else getattr(block, "text", "") for block in blocks)
-    return "".join(texts)
-
-
-def _answer(blocks: Sequence[str | AnswerBlock]) -> dict[str, Any]:
-    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
-    calls = [
-        call_of(block.id, block.name, block.input)
-        for block in blocks
-        if isinstance(block, ToolUseBlock)
-    ]
-    message = {"role": "assistant", "content": _joined(blocks)}
-    message |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
-    return message | ({"tool_calls": calls} if calls else {})
+            yield message

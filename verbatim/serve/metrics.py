@@ -13,19 +13,19 @@ from verbatim.core import Result
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
-_GAUGES = {
-    "running": "Sequences in the batch",
-    "waiting": "Queued requests",
-    "blocks_used": "KV blocks in use by sequences",
-    "blocks_cached": "KV blocks in the prefix cache",
-    "blocks_free": "Free KV blocks",
-    "sessions": "Open sessions",
-}
-_COUNTS = {
-    "forwards": "Forwards of the model",
-    "tokens": "Generated tokens",
-    "cached_tokens": "Prompt tokens found in the prefix cache",
-    "preemptions": "Preemptions of sequences",
+_STATS = {
+    "running": (GaugeMetricFamily, "Sequences in the batch"),
+    "waiting": (GaugeMetricFamily, "Queued requests"),
+    "blocks_used": (GaugeMetricFamily, "KV blocks in use by sequences"),
+    "blocks_cached": (GaugeMetricFamily, "KV blocks in the prefix cache"),
+    "blocks_free": (GaugeMetricFamily, "Free KV blocks"),
+    "sessions": (GaugeMetricFamily, "Open sessions"),
+    "forwards": (CounterMetricFamily, "Forwards of the model"),
+    "tokens": (CounterMetricFamily, "Generated tokens"),
+    "cached_tokens": (CounterMetricFamily, "Prompt tokens found in the prefix cache"),
+    "preemptions": (CounterMetricFamily, "Preemptions of sequences"),
+    "drafted_tokens": (CounterMetricFamily, "Drafted tokens"),
+    "accepted_tokens": (CounterMetricFamily, "Accepted draft tokens"),
 }
 
 
@@ -44,29 +44,29 @@ class ServerMetrics(Collector):
             return Histogram(f"verbatim_{name}", text, buckets=buckets, registry=self.registry)
 
         self.answers = counter("http_answers", "Responses by path and status", "path", "status")
-        self.turned_away = counter("turned_away", "Requests rejected with 429: too many requests")
-        self.left = counter("clients_gone", "Clients that disconnected before the end")
-        self._ended = counter("completions", "Completions by finish reason", "reason")
-        self._prompt = counter("prompt_tokens", "Prompt tokens of finished requests")
-        self._made = counter("completion_tokens", "Completion tokens of finished requests")
-        self._queue = histogram("queue_seconds", "Time from arrival to first forward", _SECONDS)
-        self._first = histogram("first_token_seconds", "Time to first token", _SECONDS)
-        self._each = histogram("per_token_seconds", "Time per token after the first", _PER_TOKEN)
-        self._all = histogram("request_seconds", "Time from arrival to last token", _SECONDS)
+        self.rejected = counter("turned_away", "Requests rejected with 429: too many requests")
+        self.disconnected = counter("clients_gone", "Clients that disconnected before the end")
+        self._completions = counter("completions", "Completions by finish reason", "reason")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests")
+        self._new_tokens = counter("completion_tokens", "Completion tokens of finished requests")
+        self._queue_s = histogram("queue_seconds", "Time from arrival to first forward", _SECONDS)
+        self._first_token_s = histogram("first_token_seconds", "Time to first token", _SECONDS)
+        self._gap_s = histogram("per_token_seconds", "Time per token after the first", _PER_TOKEN)
+        self._request_s = histogram("request_seconds", "Time from arrival to last token", _SECONDS)
 
     def note(self, results: Iterable[Result]) -> None:
         """Count finished requests."""
         for result in results:
-            self._prompt.inc(len(result.prompt_token_ids))
+            self._prompt_tokens.inc(len(result.prompt_token_ids))
             for output in result.outputs:
-                self._ended.labels(output.finish_reason.value).inc()
-                self._made.inc(len(output.token_ids))
-            self._queue.observe(result.metrics.queue_s)
-            self._all.observe(result.metrics.total_s)
+                self._completions.labels(output.finish_reason.value).inc()
+                self._new_tokens.inc(len(output.token_ids))
+            self._queue_s.observe(result.metrics.queue_s)
+            self._request_s.observe(result.metrics.total_s)
             if any(output.token_ids for output in result.outputs):
-                self._first.observe(result.metrics.first_token_s)
+                self._first_token_s.observe(result.metrics.first_token_s)
                 if result.metrics.per_token_s > 0:
-                    self._each.observe(result.metrics.per_token_s)
+                    self._gap_s.observe(result.metrics.per_token_s)
 
     def text(self, stats: dict[str, Any]) -> bytes:
         """Return all metrics as text, with the engine's current `stats`."""
@@ -77,15 +77,8 @@ class ServerMetrics(Collector):
         return []  # called at registration, before there are statistics
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._stats
-        for name, text in _GAUGES.items():
+        draft = self._stats.get("draft") or {}
+        stats = self._stats | {f"{name}_tokens": count for name, count in draft.items()}
+        for name, (family, text) in _STATS.items():
             if name in stats:
-                yield GaugeMetricFamily(f"verbatim_{name}", text, stats[name])
-        for name, text in _COUNTS.items():
-            if name in stats:
-                yield CounterMetricFamily(f"verbatim_{name}", text, stats[name])
-        draft = stats.get("draft")
-        if draft is not None:
-            drafted, accepted = draft["drafted"], draft["accepted"]
-            yield CounterMetricFamily("verbatim_drafted_tokens", "Drafted tokens", drafted)
-            yield CounterMetricFamily("verbatim_accepted_tokens", "Accepted draft tokens", accepted)
+                yield family(f"verbatim_{name}", text, stats[name])

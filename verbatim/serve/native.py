@@ -1,29 +1,26 @@
-"""Verbatim's own endpoints: token ids in and out, all parameters, both kinds of log-probs."""
+"""Verbatim's own endpoints: token ids in and out, all parameters, raw and sampled log-probs.
+
+Also the loading and unloading of LoRA adapters, with vLLM's paths and fields.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from verbatim.core import Delta, Result
-from verbatim.errors import InvalidRequest
+from verbatim.common.spelling import did_you_mean
+from verbatim.core import Delta, Request, Result
+from verbatim.errors import InvalidRequest, ModelError, NotSupported
 from verbatim.params import SamplingParams
 from verbatim.serve.chat import message_of
-from verbatim.serve.fields import (
-    Messages,
-    PromptIds,
-    Prompts,
-    Strict,
-    Switch,
-    TextIds,
-    Variables,
-)
+from verbatim.serve.completions import ApiRequest, Events
+from verbatim.serve.errors import Refusal
+from verbatim.serve.fields import Messages, PromptIds, Prompts, Strict, Switch, TextIds, Variables
 from verbatim.serve.service import Client, Service
-from verbatim.spelling import did_you_mean
 from verbatim.text.chat import render_chat
 
 PARAMS = tuple(
@@ -78,47 +75,39 @@ class Detokenize(Strict):
     skip_special_tokens: bool = False
 
 
-class GenerateRequest:
-    """A validated generation request.
-
-    Raises:
-        Refusal, InvalidRequest: an unknown model, or an invalid parameter.
-    """
-
-    ends_with_done = False
+class GenerateRequest(ApiRequest[Generate]):
+    """A validated generation request, answered with `Result` and `Delta` as JSON."""
 
     def __init__(self, service: Service, body: Generate) -> None:
-        self.service, self.body = service, body
-        fields: dict[str, Any] = {"adapter": service.check_model(body.model)} | body.params
+        super().__init__(service, body)
+        fields: dict[str, Any] = {"adapter": self.adapter} | body.params
         for name in body.params:
             if name not in PARAMS:
                 why = "can't be sent" if name == "logits_processors" else "is unknown"
                 meant = did_you_mean(name, PARAMS) or f"; allowed are {', '.join(PARAMS)}"
                 raise InvalidRequest(f"params.{name} {why}{meant}")
         self.params = SamplingParams(**fields)
+        self._known: set[int] = set()  # ids whose texts were returned
 
-    async def _ask(self) -> tuple[list[Any], SamplingParams]:
+    async def ask(self) -> tuple[list[Any], SamplingParams]:
         return [self.body.prompt], self.params
 
-    async def answer(self, client: Client) -> dict[str, Any]:
-        """Generate, and return the `Result` as JSON."""
-        ((_, result),) = await self.service.run(client, self._ask)
-        return self._to_dict(result, set())
+    def whole(self, requests: list[Request], results: list[Result]) -> dict[str, Any]:
+        return self._to_dict(results[0])
 
-    async def events(self, client: Client) -> AsyncGenerator[dict[str, Any], None]:
-        """Generate, and yield `Delta`s as JSON; the last one has the result."""
-        known: set[int] = set()
-        async with aclosing(self.service.stream(client, self._ask)) as stream:
-            async for _, _, delta in stream:
-                yield self._to_dict(delta, known)
+    def write(self, number: int, request: Request, delta: Delta) -> Events:
+        yield self._to_dict(delta)
 
-    def _to_dict(self, value: Result | Delta, known: set[int]) -> dict[str, Any]:
-        """Return a value as JSON; with `return_tokens`, with the texts of its ids that are not in `known`."""
+    def end(self, results: list[Result]) -> Events:
+        return iter(())  # the last delta has the result
+
+    def _to_dict(self, value: Result | Delta) -> dict[str, Any]:
+        """Return a value's fields and, with `return_tokens`, the texts of its new ids."""
         fields = {name: getattr(value, name) for name in _FIELDS[type(value)]}
         fields |= {"model": self.service.name, "numerics_key": self.service.fingerprint}
         if self.body.return_tokens:
-            new = sorted(_ids_of(value) - known)
-            known.update(new)
+            new = sorted(_ids_of(value) - self._known)
+            self._known.update(new)
             fields["tokens"] = {i: self.service.texts.text(i) for i in new}
         return fields
 
@@ -136,27 +125,25 @@ def _ids_of(value: Result | Delta) -> set[int]:
     return ids
 
 
-async def score(service: Service, body: Score, client: Client) -> dict[str, Any]:
-    """Return the log-prob of each token given the tokens before it, at temperature 1."""
-    adapter = service.check_model(body.model)
-    params = SamplingParams(max_tokens=0, prompt_logprobs=body.top_logprobs or 0, adapter=adapter)
+class ScoreRequest(ApiRequest[Score]):
+    """A request for the log-prob of each token given the tokens before it, at temperature 1."""
 
-    async def ask() -> tuple[list[Any], SamplingParams]:
-        return [*body.prompts], params
+    async def ask(self) -> tuple[list[Any], SamplingParams]:
+        num_top = self.body.top_logprobs or 0
+        params = SamplingParams(max_tokens=0, prompt_logprobs=num_top, adapter=self.adapter)
+        return [*self.body.prompts], params
 
-    ended = await service.run(client, ask)
-    return {
-        "model": service.name,
-        "numerics_key": service.fingerprint,
-        "scores": [
+    def whole(self, requests: list[Request], results: list[Result]) -> dict[str, Any]:
+        scores = [
             {
                 "ids": result.prompt_token_ids,
                 "logprobs": result.prompt_logprobs,
-                "top_logprobs": result.prompt_top_logprobs if body.top_logprobs else None,
+                "top_logprobs": result.prompt_top_logprobs if self.body.top_logprobs else None,
             }
-            for _, result in ended
-        ],
-    }
+            for result in results
+        ]
+        service = self.service
+        return {"model": service.name, "numerics_key": service.fingerprint, "scores": scores}
 
 
 async def tokenize(service: Service, body: Tokenize, _: Client) -> dict[str, Any]:
@@ -199,3 +186,65 @@ async def detokenize(service: Service, body: Detokenize, _: Client) -> dict[str,
         return tokenizer.decode(body.ids, body.skip_special_tokens)
 
     return {"text": await service.in_thread(text_of, num_chars=len(body.ids))}
+
+
+class LoadAdapter(Strict):
+    """A LoRA adapter to load, from a folder inside of --adapter-root; needs an API key."""
+
+    lora_name: str = Field(min_length=1, max_length=256, examples=["law"])
+    lora_path: str = Field(
+        min_length=1,
+        max_length=4096,
+        description="Its folder: inside of --adapter-root, or relative to it.",
+        examples=["law-v2"],
+    )
+    load_inplace: Switch = Field(
+        None, description="Take the place of an adapter of this name, for later requests."
+    )
+
+
+class UnloadAdapter(Strict):
+    """A LoRA adapter to unload; running requests finish with it. Needs an API key."""
+
+    lora_name: str = Field(min_length=1, max_length=256, examples=["law"])
+    lora_int_id: int | None = Field(None, description="Has no effect.")
+
+
+async def load_adapter(service: Service, body: LoadAdapter, _: Client) -> dict[str, Any]:
+    """Load an adapter between two steps of the engine."""
+    root = _root(service)
+    if body.lora_name == service.name:
+        raise InvalidRequest(f"lora_name={body.lora_name!r} is the name of the model")
+    try:
+        folder = (root / body.lora_path).resolve()
+    except (OSError, ValueError):  # a loop of links, a null byte
+        folder = Path("/")
+    if not folder.is_relative_to(root):
+        raise Refusal(
+            403, f"lora_path={body.lora_path!r}: not inside of the server's --adapter-root"
+        )
+    try:
+        await asyncio.to_thread(
+            service.llm.load_adapter, body.lora_name, folder, replace=bool(body.load_inplace)
+        )
+    except (ModelError, NotSupported) as error:
+        message = str(error).replace(str(folder), body.lora_path)  # hides the server's path
+        raise InvalidRequest(f"lora_path: {message}") from None
+    return {"status": "ok", "lora_name": body.lora_name}
+
+
+async def unload_adapter(service: Service, body: UnloadAdapter, _: Client) -> dict[str, Any]:
+    """Unload an adapter; running requests finish with it."""
+    _root(service)
+    await asyncio.to_thread(service.llm.unload_adapter, body.lora_name)
+    return {"status": "ok", "lora_name": body.lora_name}
+
+
+def _root(service: Service) -> Path:
+    """Return --adapter-root; refuse if clients may not load adapters."""
+    settings = service.settings
+    if settings.adapter_root is None or not settings.api_keys:
+        raise Refusal(
+            403, "adapters are loaded only by a server with --adapter-root and an API key"
+        )
+    return Path(settings.adapter_root).resolve()

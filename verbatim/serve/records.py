@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from verbatim.common.files import open_nonblocking
 from verbatim.errors import InvalidRequest, VerbatimError
-from verbatim.files import without_waiting
 from verbatim.serve.errors import to_bytes
 
 _HEAD = b'{"id":"batch_req_'
@@ -26,13 +26,13 @@ class Records:
     A second run on the same file resumes it: a line cut by a killed run is removed, the others are kept.
 
     Attributes:
-        path: of the file, created if missing.
-        source: of the request file.
+        path: path of the answer file, created if missing.
+        source: path of the request file.
         done: custom_ids of all answered lines.
         answered_lines: numbers of answered lines without a unique custom_id.
         num_records: lines in the file.
         num_errors: lines without an answer of status 200.
-        begun_with: model name and numerics key of the first answer, or None.
+        first_identity: model name and numerics key of the first answer, or None.
 
     Raises:
         InvalidRequest: not an answer file, or one of the two is not a regular file.
@@ -45,7 +45,7 @@ class Records:
         self.done: set[str] = set()
         self.answered_lines: set[int] = set()
         self.num_records = self.num_errors = 0
-        self.begun_with: tuple[str, str] | None = None
+        self.first_identity: tuple[str, str] | None = None
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             self._fd = os.open(self.path, flags, 0o666)
@@ -59,7 +59,7 @@ class Records:
 
     def _check_source(self) -> None:
         try:
-            with open(self.source, "rb", opener=without_waiting) as file:
+            with open(self.source, "rb", opener=open_nonblocking) as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise InvalidRequest(f"{self.source} must be a regular file")
         except OSError as error:
@@ -82,7 +82,7 @@ class Records:
         with open(os.dup(self._fd), "rb") as file:
             file.seek(0)
             number = 0
-            # Check the start first, as other files may have lines of any length.
+            # The start is checked first, because other files may have lines of any length.
             while head := file.readline(len(_HEAD)):
                 number += 1
                 if not _HEAD.startswith(head):
@@ -97,11 +97,7 @@ class Records:
         self._cut()
 
     def _count(self, record: dict[str, Any]) -> None:
-        """Count a record of this run or of an earlier one.
-
-        Raises:
-            LookupError, TypeError, ValueError: it is none.
-        """
+        """Count a record; raise LookupError, TypeError or ValueError if it is not a record."""
         custom_id, response, error = (record[name] for name in ("custom_id", "response", "error"))
         if (response is None) == (error is None):
             raise ValueError
@@ -110,9 +106,9 @@ class Records:
             self.answered_lines.add(error["line"])
         else:
             self.done.add(custom_id)
-        if status == 200 and self.begun_with is None:
+        if status == 200 and self.first_identity is None:
             body = response["body"]
-            self.begun_with = body["model"], body["system_fingerprint"]
+            self.first_identity = body["model"], body["system_fingerprint"]
         self.num_records += 1
         self.num_errors += status != 200
 
@@ -132,16 +128,12 @@ class Records:
         self._add({"custom_id": custom_id, "response": None, "error": error})
 
     def _add(self, record: dict[str, Any]) -> None:
-        """Append a line, completely or not at all.
-
-        Raises:
-            VerbatimError: the line can't be written.
-        """
+        """Append a line, completely or not at all; raise VerbatimError if it can't be written."""
         line = to_bytes({"id": f"batch_req_{uuid4().hex}"} | record) + b"\n"
-        left = memoryview(line)
+        remaining = memoryview(line)
         try:
-            while left:
-                left = left[os.write(self._fd, left) :]
+            while remaining:
+                remaining = remaining[os.write(self._fd, remaining) :]
         except OSError as failed:
             with suppress(OSError):
                 self._cut()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import aclosing
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from pydantic import BeforeValidator, Field
 
-from verbatim.core import Completion, Delta, FinishReason, Result
-from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.serve.chat import ConversationRequest, structure_of, text_of
+from verbatim.core import Completion, Delta, FinishReason, Request, Result
+from verbatim.errors import NotSupported
+from verbatim.serve.answers import Part, Reasoning
+from verbatim.serve.chat import ConversationRequest, logprobs_of, text_of
+from verbatim.serve.completions import Events
 from verbatim.serve.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -29,8 +30,7 @@ from verbatim.serve.fields import (
     at_most,
 )
 from verbatim.serve.formats import ParsedCall, call_of
-from verbatim.serve.reader import Part, Reasoning
-from verbatim.serve.service import Client, Service
+from verbatim.serve.service import Service
 
 # ---- the body
 
@@ -134,7 +134,7 @@ Item = Annotated[
 ]
 
 
-# Reasoning is in the answer as it is, so there is nothing to encrypt.
+# Reasoning is in the answer in plain text, so nothing is encrypted.
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
@@ -167,19 +167,15 @@ class Responses(Sampling):
 
 # ---- the answer
 
-# The fields of a response that are those of its request.
-_REPEATED = (
+# Fields that a response repeats from its request.
+_ECHOED_FIELDS = (
     *("instructions", "max_output_tokens", "max_tool_calls", "prompt_cache_key"),
     *("prompt_cache_retention", "safety_identifier", "user"),
 )
 
 
 class ResponsesRequest(ConversationRequest[Responses]):
-    """A validated responses request.
-
-    Raises:
-        Refusal, InvalidRequest, NotSupported: an invalid or unsupported request.
-    """
+    """A validated responses request; raises Refusal, InvalidRequest or NotSupported."""
 
     prefix = "resp_"
 
@@ -190,10 +186,11 @@ class ResponsesRequest(ConversationRequest[Responses]):
             body,
             _messages(body),
             _fields(body),
+            body.text and body.text.format,
             body.tools or (),
             body.tool_choice,
             body.parallel_tool_calls,
-            effort=None if body.reasoning is None else body.reasoning.effort,
+            effort=getattr(body.reasoning, "effort", None),
         )
         if body.has_logprobs() and (self.answers.use is not None or self.answers.reasons):
             what = "reasoning" if self.answers.use is None else "tools"
@@ -201,43 +198,96 @@ class ResponsesRequest(ConversationRequest[Responses]):
                 f"include=['message.output_text.logprobs'] with {what}: some tokens belong to no text; "
                 f"/v1/chat/completions has logprobs with {what}"
             )
+        self._done: list[dict[str, Any]] = []  # the streamed items that have ended
+        self._item: dict[str, Any] = {}  # the streamed item that is open
+        self._pending: list[dict[str, Any]] = []  # log-probs of tokens without text so far
+        self._num_events = 0
 
-    async def answer(self, client: Client) -> dict[str, Any]:
-        """Return the whole response."""
-        result = await self.result(client)
-        output = result.outputs[0]
+    def whole(self, requests: list[Request], results: list[Result]) -> dict[str, Any]:
+        output = results[0].outputs[0]
         parts = self.parts_of(output) or [""]  # an empty answer has one item
         # With log-probs there is one part, a text.
-        return self._response([_item(part, self._logprobs(output)) for part in parts], result)
+        return self._response([_item(part, self._logprobs(output)) for part in parts], results[0])
 
-    async def events(self, client: Client) -> AsyncGenerator[dict[str, Any], None]:
-        """Stream the response as numbered events."""
-        items, result = _Items(), None
-        async with aclosing(self.stream(client)) as stream:
-            async for _, delta, _, parts in stream:
-                if items.num_events == 0:
-                    yield items.event("response.created", response=self._response([], None))
-                    yield items.event("response.in_progress", response=self._response([], None))
-                result = delta.result or result
-                items.logprobs += self._logprobs(delta)
-                for part in parts:
-                    for event in items.push(part):
-                        yield event
-        for event in [] if items.done or items.open else items.push(""):
-            yield event  # an empty answer has one item
-        for event in items.end():
-            yield event
-        assert result is not None
-        await self.count_reasoning(result)
-        whole = self._response(items.done, result)
-        kind = "incomplete" if whole["status"] == "incomplete" else "completed"
-        yield items.event(f"response.{kind}", response=whole)
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._num_events += 1
+        return {"type": f"response.{kind}", **fields, "sequence_number": self._num_events - 1}
+
+    def write(self, number: int, request: Request, delta: Delta) -> Events:
+        if not self.readers:
+            for kind in ("created", "in_progress"):
+                yield self._event(kind, response=self._response([], None))
+        self._pending += self._logprobs(delta)
+        for part in self.parts_of(delta):
+            yield from self._write_part(part)
+
+    def _write_part(self, part: Part) -> Events:
+        """Yield the events of a part, which may end an item and begin another."""
+        if not self._item or isinstance(part, ParsedCall) or self._kind is not type(part):
+            yield from self._end_item()
+            yield from self._begin_item(part)
+        if isinstance(part, ParsedCall):
+            kind = "function_call_arguments.delta"
+            yield self._event(kind, **self._at(), delta=part.arguments)
+            yield from self._end_item()
+            return
+        (content,) = self._item["content"]
+        text, extra = part if isinstance(part, str) else part.text, dict[str, Any]()
+        content["text"] += text
+        if isinstance(part, str):
+            extra["logprobs"], self._pending = self._pending, []
+            content["logprobs"] += extra["logprobs"]
+        if text:
+            yield self._event(f"{content['type']}.delta", **self._at(), delta=text, **extra)
+
+    def _begin_item(self, part: Part) -> Events:
+        """Open an item, announced without its text or arguments."""
+        item, self._kind = _item(part), type(part)
+        self._item = item
+        empty: dict[str, Any] = {"content": []} if "content" in item else {"arguments": ""}
+        begun = item | empty | {"status": "in_progress"}
+        yield self._event("output_item.added", output_index=len(self._done), item=begun)
+        for content in item.get("content", ()):
+            content["text"] = ""
+            yield self._event("content_part.added", **self._at(), part=dict(content))
+
+    def _end_item(self) -> Events:
+        """Close the item that is open."""
+        if not self._item:
+            return
+        item, at = self._item, self._at()
+        for content in item.get("content", ()):
+            text = {"text": content["text"]}
+            if "logprobs" in content:
+                content["logprobs"] += self._pending
+                self._pending = []
+                text["logprobs"] = content["logprobs"]
+            yield self._event(f"{content['type']}.done", **at, **text)
+            yield self._event("content_part.done", **at, part=content)
+        if item["type"] == "function_call":
+            call = {name: item[name] for name in ("name", "arguments")}
+            yield self._event("function_call_arguments.done", **at, **call)
+        self._item = {}
+        self._done.append(item)
+        yield self._event("output_item.done", output_index=at["output_index"], item=item)
+
+    def _at(self) -> dict[str, Any]:
+        at = {"item_id": self._item["id"], "output_index": len(self._done)}
+        return at | {"content_index": 0} if "content" in self._item else at
+
+    def end(self, results: list[Result]) -> Events:
+        if not (self._done or self._item):
+            yield from self._write_part("")  # an empty answer has one item
+        yield from self._end_item()
+        whole = self._response(self._done, results[0])
+        yield self._event(whole["status"], response=whole)
 
     def _logprobs(self, piece: Completion | Delta) -> Iterable[dict[str, Any]]:
         return self.token_logprobs(piece) if self.body.has_logprobs() else []
 
     def _response(self, items: list[dict[str, Any]], result: Result | None) -> dict[str, Any]:
         body, params = self.body, self.params
+        form = (body.text and body.text.format) or PlainFormat(type="text")
         output = None if result is None else result.outputs[0]
         cut = output is not None and output.finish_reason is not FinishReason.STOP
         status = "in_progress" if output is None else "incomplete" if cut else "completed"
@@ -262,7 +312,7 @@ class ResponsesRequest(ConversationRequest[Responses]):
             "service_tier": "default",
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": _format(body)},
+            "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [
                 {"strict": True, "parameters": None} | tool.model_dump(exclude_none=True)
@@ -271,13 +321,14 @@ class ResponsesRequest(ConversationRequest[Responses]):
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
-            "usage": None if result is None else self._usage(result),
+            "usage": None if result is None else self.usage([result]),
             "system_fingerprint": self.service.fingerprint,
             "seed": None if output is None else output.seed,
-            **{name: getattr(body, name) for name in _REPEATED},
+            **{name: getattr(body, name) for name in _ECHOED_FIELDS},
         }
 
-    def _usage(self, result: Result) -> dict[str, Any]:
+    def usage(self, results: list[Result]) -> dict[str, Any]:
+        (result,) = results
         num_prompt, num_new = len(result.prompt_token_ids), len(result.outputs[0].token_ids)
         return {
             "input_tokens": num_prompt,
@@ -289,84 +340,6 @@ class ResponsesRequest(ConversationRequest[Responses]):
             "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
             "total_tokens": num_prompt + num_new,
         }
-
-
-class _Items:
-    """The output items of a stream, and their events.
-
-    Attributes:
-        done: the items that have ended.
-        open: the item that gets text or arguments; None if none does.
-        logprobs: of tokens without text so far; sent with the next text.
-    """
-
-    def __init__(self) -> None:
-        self.done: list[dict[str, Any]] = []
-        self.logprobs: list[dict[str, Any]] = []
-        self.num_events = 0
-        self.open: dict[str, Any] | None = None
-
-    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Return the next event."""
-        self.num_events += 1
-        return {"type": kind, **fields, "sequence_number": self.num_events - 1}
-
-    def push(self, part: Part) -> Iterator[dict[str, Any]]:
-        """Yield the events of a part."""
-        item = _item(part)
-        if self.open is None or self.open["type"] != item["type"]:
-            yield from self.end()
-            yield from self._begin(item)
-        assert self.open is not None
-        if isinstance(part, ParsedCall):
-            kind = "response.function_call_arguments.delta"
-            yield self.event(kind, **self._at(item), delta=part.arguments)
-            yield from self.end()
-            return
-        (content,) = self.open["content"]
-        text, extra = part if isinstance(part, str) else part.text, dict[str, Any]()
-        content["text"] += text
-        if isinstance(part, str):
-            extra["logprobs"], self.logprobs = self.logprobs, []
-            content["logprobs"] += extra["logprobs"]
-        if text:
-            kind = f"response.{content['type']}.delta"
-            yield self.event(kind, **self._at(self.open), delta=text, **extra)
-
-    def _at(self, item: dict[str, Any]) -> dict[str, Any]:
-        at = {"item_id": item["id"], "output_index": len(self.done)}
-        return at | {"content_index": 0} if "content" in item else at
-
-    def _begin(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Open an item, which has no text or arguments yet."""
-        self.open = item
-        empty: dict[str, Any] = {"content": []} if "content" in item else {"arguments": ""}
-        begun = item | empty | {"status": "in_progress"}
-        yield self.event("response.output_item.added", output_index=len(self.done), item=begun)
-        for content in item.get("content", ()):
-            content["text"] = ""
-            part = dict(content)
-            yield self.event("response.content_part.added", **self._at(item), part=part)
-
-    def end(self) -> Iterator[dict[str, Any]]:
-        """Close the item that is open."""
-        if self.open is None:
-            return
-        item, self.open = self.open, None
-        at = self._at(item)
-        for content in item.get("content", ()):
-            text = {"text": content["text"]}
-            if "logprobs" in content:
-                content["logprobs"] += self.logprobs
-                self.logprobs = []
-                text["logprobs"] = content["logprobs"]
-            yield self.event(f"response.{content['type']}.done", **at, **text)
-            yield self.event("response.content_part.done", **at, part=content)
-        if item["type"] == "function_call":
-            call = {name: item[name] for name in ("name", "arguments")}
-            yield self.event("response.function_call_arguments.done", **at, **call)
-        self.done.append(item)
-        yield self.event("response.output_item.done", output_index=at["output_index"], item=item)
 
 
 def _item(part: Part, logprobs: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
@@ -399,22 +372,11 @@ def _item(part: Part, logprobs: Iterable[dict[str, Any]] = ()) -> dict[str, Any]
     }
 
 
-def _format(body: Responses) -> dict[str, Any]:
-    fmt = None if body.text is None else body.text.format
-    return {"type": "text"} if fmt is None else fmt.model_dump(by_alias=True, exclude_none=True)
-
-
 def _fields(body: Responses) -> dict[str, Any]:
-    fields = body.sampling()
-    if body.max_output_tokens is not None:
-        fields["max_tokens"] = body.max_output_tokens
-    if body.top_logprobs and not body.has_logprobs():
-        raise InvalidRequest(
-            f"top_logprobs={body.top_logprobs} needs include=['message.output_text.logprobs']"
-        )
-    if body.has_logprobs():
-        fields["logprobs"] = body.top_logprobs or 0
-    return fields | structure_of(body.text and body.text.format)
+    limit = body.max_output_tokens
+    fields: dict[str, Any] = {} if limit is None else {"max_tokens": limit}
+    switch = "include=['message.output_text.logprobs']"
+    return fields | logprobs_of(body.top_logprobs, body.has_logprobs(), switch)
 
 
 def _messages(body: Responses) -> list[dict[str, Any]]:

@@ -1,46 +1,44 @@
-"""`Service`: the engine as the endpoints see it, with a server's limits and metrics."""
+"""`Service`: the engine that all endpoints share, with a server's limits and metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verbatim.core import Completion, Delta, Request, Result
+from verbatim.api.llm import LLM
+from verbatim.common.heap import trim_heap
+from verbatim.core import Completion, Delta, Request
 from verbatim.engine.admission import Prompt
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.heap import trim_heap
-from verbatim.llm import LLM
 from verbatim.params import MAX_PRIORITY, SamplingParams
 from verbatim.serve.errors import Refusal, too_many
-from verbatim.serve.marks import Marks
+from verbatim.serve.grammars import Marks
 from verbatim.serve.metrics import ServerMetrics
 from verbatim.serve.settings import ServeSettings
 from verbatim.serve.tokens import TokenTexts
 from verbatim.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-# Returns the prompts of a request, and their parameters.
-Ask = Callable[[], Awaitable[tuple[SequenceOf[Prompt], SamplingParams]]]
 NO_IDS: frozenset[int] = frozenset()
 log = logging.getLogger("verbatim.serve")
 _INFO_S = 5.0  # maximum age of `info`: a cluster's stages may move
-_COMPILERS = 2  # structures that are compiled at once
-_READERS = 2  # large inputs that are tokenized at once
+_COMPILERS = 2  # threads that compile structures
+_READERS = 2  # threads that tokenize large inputs
 _LARGE_CHARS = 1 << 16
 # Estimates of a response's size in JSON, and of the memory that it takes until then.
 _TOKEN_BYTES = 8
 _ENTRY_BYTES = 100  # a token with its log-prob
 _NUMBER_BYTES = 20
-_TRIM_S = 1.0
-_RESPONSES = 16  # as many times `max_response_bytes` may be in progress
+_TRIM_DELAY_S = 1.0
+_MAX_RESPONSES = 16  # limit on all responses in progress, in units of `max_response_bytes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +61,8 @@ class Reservation:
     num_choices: int = 0
 
 
-class _Shared:
-    """A function that runs in a thread; callers share a result that is under way, or at most `age_s` old."""
+class _SharedCall:
+    """Calls a function in a thread. Callers share a call in progress, and a result up to `age_s` old."""
 
     def __init__(self, function: Callable[[], dict[str, Any]], age_s: float = -1.0) -> None:
         self._function, self._age_s = function, age_s
@@ -90,21 +88,21 @@ class Service:
         name: the model's name in the API.
         fingerprint: the numerics key; equal keys and seeds give equal tokens.
         chat_defaults: sampling parameters of chats that set none.
-        texts, id_texts: the texts of single tokens; their ids in place of these.
-        marks: the tokens that have names in grammars.
-        stats, info: the engine's statistics and information.
+        texts, id_texts: texts of single tokens in responses, and "token_id:" with the id in their place.
+        stats, info: coroutine functions that return the engine's statistics and information.
         draining: whether new generations are rejected.
 
     Raises:
-        NotSupported: an engine driven by several ranks of the user's.
+        NotSupported: an engine that several ranks of the caller drive together.
         InvalidRequest: the model's generation_config.json has a value out of range, and chats would use it.
     """
 
     def __init__(self, llm: LLM, settings: ServeSettings) -> None:
-        llm.engine.refuse_collective("a server or a batch (which a Cluster has)")
+        llm.engine.refuse_collective("a server or a batch (use a Cluster)")
         self.llm = llm
         self.settings = settings
-        self.name = settings.name or _plain_name(llm.name)
+        is_path = llm.name.startswith((".", "/", "~"))  # clients see only its last part
+        self.name = settings.name or (Path(llm.name).name if is_path else llm.name)
         self.created = int(time.time())
         self.fingerprint: str = llm.info()["numerics_key"]
         self.chat_defaults = _chat_defaults(llm) if settings.chat_defaults else SamplingParams()
@@ -112,43 +110,43 @@ class Service:
         self.id_texts = TokenTexts(None)
         self.marks = Marks(llm.tokenizer)
         self.metrics = ServerMetrics()
-        self.draining = self._trims = False
+        self.draining = self._trim_scheduled = False
         self._reservations: set[Reservation] = set()
         self._hidden_size = int(getattr(llm.engine.config, "hidden_size", 0) or 0)
-        self.stats = _Shared(lambda: llm.stats())  # between two steps
-        self.info = _Shared(lambda: llm.info(), _INFO_S)
+        self.stats = _SharedCall(lambda: llm.stats())  # between two steps
+        self.info = _SharedCall(lambda: llm.info(), _INFO_S)
         self._compilers = ThreadPoolExecutor(_COMPILERS, "verbatim-structures")
         self._readers = ThreadPoolExecutor(_READERS, "verbatim-large-inputs")
 
     def close(self) -> None:
-        """End the threads, after what they do at present."""
+        """Shut down the thread pools; running work finishes."""
         for threads in (self._compilers, self._readers):
             threads.shutdown(wait=False, cancel_futures=True)
 
     @property
-    def under_way(self) -> int:
+    def num_in_progress(self) -> int:
         """Number of generations in progress."""
         return len(self._reservations)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The engine's tokenizer; refuse requests that need one where there is none."""
+        """The engine's tokenizer; raises NotSupported if there is none."""
         if self.llm.tokenizer is None:
             raise NotSupported("chats and texts need a tokenizer, and this engine has none")
         return self.llm.tokenizer
 
     def trim_soon(self) -> None:
-        """Return memory to the system in a second, after a request with a large body or response."""
-        if not self._trims:
-            self._trims = True
-            asyncio.get_running_loop().call_later(_TRIM_S, self._trim)
+        """Schedule a return of free memory to the system, after a large body or response."""
+        if not self._trim_scheduled:
+            self._trim_scheduled = True
+            asyncio.get_running_loop().call_later(_TRIM_DELAY_S, self._trim)
 
     def _trim(self) -> None:
-        self._trims = False
+        self._trim_scheduled = False
         asyncio.get_running_loop().run_in_executor(None, trim_heap)
 
     def check_model(self, name: str | None) -> str | None:
-        """Return the adapter that a request names as its model, None for the model itself; refuse others."""
+        """Return the adapter of this name, or None for the served model; refuse other names."""
         if name is None or name == self.name:
             return None
         adapters = self.llm.adapters
@@ -163,7 +161,7 @@ class Service:
         )
 
     def models(self) -> list[dict[str, Any]]:
-        """Return the model and its adapters, as OpenAI describes models."""
+        """Return the model and its adapters in OpenAI's format."""
         shared = {
             "object": "model",
             "created": self.created,
@@ -178,7 +176,7 @@ class Service:
     def check_logprobs(
         self, num_top: int | None, num_prompt: int | None = None, stream: bool | None = None
     ) -> None:
-        """Refuse top log-probs of the distribution drawn from, and a stream with log-probs of the prompt."""
+        """Refuse top log-probs unless the mode is raw_logprobs, and prompt log-probs in a stream."""
         if num_top and self.settings.logprobs_mode != "raw_logprobs":
             raise InvalidRequest(
                 f"{num_top} top log-probs: this server reports only those of drawn tokens "
@@ -188,23 +186,19 @@ class Service:
             raise InvalidRequest(f"prompt_logprobs={num_prompt} with stream: not supported")
 
     def logprobs_of(self, piece: Completion | Delta) -> list[float]:
-        """Return the log-probs of drawn tokens that are reported, by `ServeSettings.logprobs_mode`."""
+        """Return the log-probs to report for drawn tokens, by `ServeSettings.logprobs_mode`."""
         if self.settings.logprobs_mode == "raw_logprobs" or piece.sampled_logprobs is None:
             return piece.logprobs
         return piece.sampled_logprobs
 
     @contextmanager
     def reserve(self, client: Client = UNKNOWN) -> Iterator[Reservation]:
-        """Return one of the `max_requests` generations in progress.
-
-        Raises:
-            Refusal: 503 while draining, 429 at the limit.
-        """
+        """Hold one of the `max_requests` generations in the block; refuse while draining or at the limit."""
         if self.draining:
             raise Refusal(503, "the server is shutting down", headers={"Retry-After": "5"})
-        if self.under_way >= self.settings.max_requests:
+        if self.num_in_progress >= self.settings.max_requests:
             raise too_many(
-                f"{self.under_way} requests are in progress or queued, which is the limit"
+                f"{self.num_in_progress} requests are in progress or queued, which is the limit"
             )
         reservation = Reservation(client)
         self._reservations.add(reservation)
@@ -218,14 +212,11 @@ class Service:
         reservation: Reservation,
         prompts: SequenceOf[Prompt],
         params: SamplingParams,
-        shown_ids: frozenset[int] = NO_IDS,
+        shown_ids: frozenset[int],
     ) -> list[Request]:
-        """Return a request for each prompt. Runs in a thread, as tokenizing and grammars take time.
+        """Return a request for each prompt. Tokenizing and compiling a grammar run in a thread.
 
-        Prompts share cached prefixes only under the same key.
-
-        Args:
-            shown_ids: special tokens that stay in the text.
+        Only prompts with the same API key share cached prefixes. `shown_ids` stay in the text.
 
         Raises:
             InvalidRequest: more completions than `max_choices`, or a response larger than
@@ -242,7 +233,7 @@ class Service:
                 f"priority={params.priority}: must be 0 or more on this server, so that no request runs in "
                 "place of another client's (--negative-priorities)"
             )
-        params = self._given_way(reservation, len(prompts), params)
+        params = self._with_fair_priority(reservation, len(prompts), params)
         if key := reservation.client.key:
             params = params.replace(cache_salt=f"{key}/{params.cache_salt or ''}")
         limit = self.settings.timeout_s
@@ -257,12 +248,12 @@ class Service:
         self._reserve(reservation, requests)
         return requests
 
-    def _given_way(
+    def _with_fair_priority(
         self, reservation: Reservation, num_prompts: int, params: SamplingParams
     ) -> SamplingParams:
-        """Return `params` with a worse priority if the client already fills half of the engine's batch.
+        """Return `params` with a lower priority if the client already fills half of the engine's batch.
 
-        Others' requests then run first, and in place of these; alone, the client has the whole batch.
+        Requests of other clients then run first, and may preempt these. A single client can fill the batch.
         """
         client = reservation.client
         reservation.num_choices = num_prompts * max(params.n, params.num_beams)
@@ -275,13 +266,13 @@ class Service:
     async def in_thread(
         self, work: Callable[[], T], *, num_chars: int, compiles: bool = False
     ) -> T:
-        """Return the result of `work`. What may take seconds has threads of its own, and delays no other."""
-        threads = None
+        """Run `work` in a thread; work that can take seconds runs in separate pools, to delay no other."""
+        pool = None
         if compiles:
-            threads = self._compilers
+            pool = self._compilers
         elif num_chars > _LARGE_CHARS:
-            threads = self._readers
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
+            pool = self._readers
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     def _reserve(self, reservation: Reservation, requests: list[Request]) -> None:
         limit = self.settings.max_response_bytes
@@ -291,8 +282,8 @@ class Service:
                 f"the response could have {nbytes:,} bytes, {limit:,} are the limit: lower max_tokens, n, "
                 "the number of prompts or of top log-probs"
             )
-        if nbytes + sum(r.nbytes for r in self._reservations) > _RESPONSES * limit:
-            raise too_many("the responses in progress are as large together as the server allows")
+        if nbytes + sum(r.nbytes for r in self._reservations) > _MAX_RESPONSES * limit:
+            raise too_many("the responses in progress have reached the limit on their total size")
         reservation.nbytes = nbytes
 
     def _response_bytes(self, request: Request) -> int:
@@ -303,41 +294,17 @@ class Service:
             new += _ENTRY_BYTES * (1 + params.logprobs)
         if params.prompt_logprobs is not None:
             prompt += _ENTRY_BYTES * (1 + params.prompt_logprobs)
-        more = 0
+        extra = 0
         if params.support:
             limit = self.llm.engine.admission.vocab_size
             new += _TOKEN_BYTES * min(params.top_k or limit, limit) + _NUMBER_BYTES
         if params.hidden_states:
-            more += self._hidden_size
+            extra += self._hidden_size
         for name in params.records:
             choices = self.llm.engine.runner.choices[name]
-            more += choices.layers * choices.k
-        new, prompt = new + more * _NUMBER_BYTES, prompt + more * _NUMBER_BYTES
+            extra += choices.layers * choices.k
+        new, prompt = new + extra * _NUMBER_BYTES, prompt + extra * _NUMBER_BYTES
         return params.n * (request.max_tokens * new + num_prompt * prompt)
-
-    async def run(
-        self, client: Client, ask: Ask, shown_ids: frozenset[int] = NO_IDS
-    ) -> list[tuple[Request, Result]]:
-        """Generate, and return each request with its result; raises as `reserve` and `admit`."""
-        with self.reserve(client) as reservation:
-            requests = await self.admit(reservation, *await ask(), shown_ids)
-            results = await self.llm.engine.arun(requests)
-            self.metrics.note(results)
-        return list(zip(requests, results, strict=True))
-
-    async def stream(
-        self, client: Client, ask: Ask, shown_ids: frozenset[int] = NO_IDS
-    ) -> AsyncGenerator[tuple[int, Request, Delta], None]:
-        """Generate, and yield the output of each step, with its request and that one's index."""
-        with self.reserve(client) as reservation:
-            requests = await self.admit(reservation, *await ask(), shown_ids)
-            numbers = {request.request_id: i for i, request in enumerate(requests)}
-            async with aclosing(self.llm.engine.astream(requests)) as deltas:
-                async for delta in deltas:
-                    if delta.result is not None:
-                        self.metrics.note([delta.result])
-                    number = numbers[delta.request_id]
-                    yield number, requests[number], delta
 
 
 def _chat_defaults(llm: LLM) -> SamplingParams:
@@ -348,8 +315,3 @@ def _chat_defaults(llm: LLM) -> SamplingParams:
             f"the model's generation_config.json has invalid defaults for chats: {error}; fix it, or pass "
             "--no-chat-defaults or ServeSettings(chat_defaults=False)"
         ) from None
-
-
-def _plain_name(name: str) -> str:
-    """Return the last part of a folder's path, as clients should not see the rest."""
-    return Path(name).name if name.startswith((".", "/", "~")) else name

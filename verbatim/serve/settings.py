@@ -6,14 +6,14 @@ import dataclasses
 import ipaddress
 import os
 
-from verbatim.checks import integer, number
+from verbatim.common.checks import integer, number
 from verbatim.errors import InvalidRequest
 
 _WORDS = {
-    "logprobs_mode": ("raw_logprobs", "processed_logprobs"),  # named as vLLM's
+    "logprobs_mode": ("raw_logprobs", "processed_logprobs"),  # vLLM's names
     "log_level": ("critical", "error", "warning", "info", "debug"),
 }
-_RANGES = {"port": (0, 65535), "drain_timeout_s": (0,)}  # of integers; of the others, 1 or more
+_RANGES = {"port": (0, 65535), "drain_timeout_s": (0,)}  # of integers; the others must be 1 or more
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,25 +11,25 @@ from verbatim.core import Result, TopLogprobs
 from verbatim.text.detokenizer import Detokenizer
 from verbatim.text.tokenizer import Tokenizer
 
-LEAST = -9999.0  # OpenAI's log-prob of probability zero, as JSON has no infinity
+MIN_LOGPROB = -9999.0  # OpenAI's log-prob of probability zero, as JSON has no infinity
 
 
 class TokenTexts:
-    """The text and bytes of ids within a text, cached.
+    """Cached text and bytes of single token ids, as they appear within a text.
 
     Without a tokenizer, a token's text is "token_id:" and its id.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._of = cache(self._look_up)
+        self._text_and_bytes = cache(self._decode)
         self._context: list[int] = []
         if tokenizer is not None:
             self._context = tokenizer.encode("a", special_tokens=False)[-1:]
 
     def text(self, token_id: int) -> str:
-        """Return the text of an id; "bytes:" and hexadecimal bytes for a part of a character."""
-        return self._of(token_id)[0]
+        """Return the text of a token; "bytes:" and hexadecimal bytes for a part of a character."""
+        return self._text_and_bytes(token_id)[0]
 
     def prompt_logprobs(self, result: Result) -> Iterator[Any] | None:
         """Return the log-probs of a prompt in vLLM's format; None if they were not requested.
@@ -54,7 +54,7 @@ class TokenTexts:
         entries.setdefault(str(token_id), last)
         return entries
 
-    def _look_up(self, token_id: int) -> tuple[str, bytes]:
+    def _decode(self, token_id: int) -> tuple[str, bytes]:
         tokenizer = self._tokenizer
         if tokenizer is None:
             return f"token_id:{token_id}", b""
@@ -82,11 +82,9 @@ class TokenTexts:
         num_top: int | None,
         offset: int,
     ) -> dict[str, Any]:
-        """Return log-probs in the format of completions.
+        """Return log-probs in the format of completions, with `offset` characters before the first token.
 
-        Args:
-            num_top: number of likeliest tokens beside the drawn one; None leaves out both.
-            offset: number of characters before.
+        `num_top` likeliest tokens are returned besides the drawn one; None: no top log-probs.
         """
         entries = None
         if num_top is not None:
@@ -102,11 +100,11 @@ class TokenTexts:
         }
 
     def length(self, token_id: int) -> int:
-        """Return the number of characters of an id."""
+        """Return the number of characters of a token's text."""
         return len(self.text(token_id))
 
     def _by_text(self, best: TopLogprobs, token_id: int, p: float) -> dict[str, float]:
-        """Return log-probs by text, the likelier of two ids with equal text; always with the drawn token."""
+        """Return log-probs by text, always with the drawn token. For equal texts, the likelier id counts."""
         entries = {self.text(i): _number(q) for i, q in best[::-1]}
         entries.setdefault(self.text(token_id), _number(p))
         return entries
@@ -125,9 +123,9 @@ class TokenTexts:
         )
 
     def _entry(self, token_id: int, p: float) -> dict[str, Any]:
-        text, raw = self._of(token_id)  # the bytes may be part of a character
+        text, raw = self._text_and_bytes(token_id)  # the bytes may be part of a character
         return {"token": text, "logprob": _number(p), "bytes": list(raw)}
 
 
 def _number(p: float) -> float:
-    return max(p, LEAST)
+    return max(p, MIN_LOGPROB)

@@ -1,8 +1,8 @@
-"""The routes of a trainer, named as vLLM's, which TRL's clients call: pause, resume, new weights.
+"""Routes for trainers (pause, resume, weight updates), with vLLM's names, which TRL's clients call.
 
 New weights are held until the update is finished, checked as a whole, and written between two steps: all of
-them or, on an error, none. Requests in progress go on with them. One update at a time: others are refused
-until it is finished, its connection fails, or its trainer is silent for too long.
+them or, on an error, none. Requests in progress continue with the new weights. There is one update at a time:
+others are refused until it finishes, its connection fails, or its trainer is silent for too long.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from verbatim.serve.service import Service
 T = TypeVar("T")
 log = logging.getLogger("verbatim.serve")
 _MAX_TENSORS = 1 << 20
-_ROOM = 8  # default bytes of an update for each parameter: float32, and tied ones may come twice
-_AROUND = 1 << 10  # bytes of a message beside those of its tensor
+_PER_PARAM = 8  # default maximum bytes of an update per parameter: float32, tied ones sent twice
+_MESSAGE_BYTES = 1 << 10  # maximum size of a message without its tensor
 _SAFETENSORS = ("application/octet-stream", "application/x-safetensors")
 
 
@@ -64,8 +64,8 @@ class SendUpdate(FinishUpdate):
     num_bytes: int = Field(ge=0, lt=1 << 60, description="Size of all tensors.")
 
 
-_CONNECT_S = 5.0  # of each step of connecting to a trainer
-_START, _FINISH = StartUpdate(), FinishUpdate()  # bodies that are left out
+_CONNECT_S = 5.0  # limit of each step of connecting to a trainer
+_START, _FINISH = StartUpdate(), FinishUpdate()  # defaults of omitted bodies
 
 
 class Updates:
@@ -75,20 +75,19 @@ class Updates:
         self._service = service
         self._lock = asyncio.Lock()  # one request at a time
         self._pending: dict[str, Tensor] | None = None  # None outside of an update in parts
-        self._expiry: asyncio.TimerHandle | None = None  # of the update
+        self._expiry: asyncio.TimerHandle | None = None  # timeout of an update in parts
         settings = service.settings
         self._timeout_s = settings.update_timeout_s
-        self._limit = settings.max_update_bytes or _ROOM * int(service.llm.info()["parameters"])
+        self._limit = settings.max_update_bytes or _PER_PARAM * int(
+            service.llm.info()["parameters"]
+        )
 
     @asynccontextmanager
-    async def _turn(self, *, starts: bool = False) -> AsyncIterator[None]:
-        """Keep other requests away.
-
-        Args:
-            starts: the request must not come within an update.
+    async def _exclusive(self, *, starts: bool = False) -> AsyncIterator[None]:
+        """Exclude other requests during the block, and restart the update's timeout after it.
 
         Raises:
-            Refusal: 409: another request is in progress, or an update.
+            Refusal: 409: another request is in progress, or, with `starts`, another update.
         """
         if self._lock.locked() or (starts and self._pending is not None):
             raise Refusal(
@@ -112,12 +111,8 @@ class Updates:
         self._pending = None
 
     async def start(self) -> None:
-        """Begin an update in parts.
-
-        Raises:
-            Refusal: 409: another update is in progress.
-        """
-        async with self._turn(starts=True):
+        """Begin an update in parts; raise a Refusal (409) if another update is in progress."""
+        async with self._exclusive(starts=True):
             self._pending = {}
 
     async def receive(self, update: SendUpdate) -> int:
@@ -126,10 +121,10 @@ class Updates:
         Raises:
             InvalidRequest, NotSupported: too many bytes, or as `LLM.update_weights`; nothing was changed.
             Refusal: 409: another update is in progress; 502: there is no `WeightSender` at the address, or
-                it ended, sent something else than it announced, or nothing within the time limit.
+                it ended, sent unannounced data, or sent nothing within the time limit.
         """
-        async with self._turn(starts=True):
-            self._check_room(update.num_bytes)
+        async with self._exclusive(starts=True):
+            self._check_size(update.num_bytes)
             try:
                 tensors = await self._receive(update)
             except TimeoutError:
@@ -142,29 +137,29 @@ class Updates:
 
     async def _receive(self, update: SendUpdate) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
-        address, left = (update.master_address, update.master_port), update.num_bytes
+        address, remaining = (update.master_address, update.master_port), update.num_bytes
         key = bytes.fromhex(update.key)
         link = await asyncio.to_thread(connect, address, key, {}, _CONNECT_S)
         try:
             while True:
-                waits = asyncio.to_thread(link.receive, left + _AROUND)
-                message = await asyncio.wait_for(waits, self._timeout_s)
+                received = asyncio.to_thread(link.receive, remaining + _MESSAGE_BYTES)
+                message = await asyncio.wait_for(received, self._timeout_s)
                 if message.get("end"):
                     return tensors
                 name, tensor = message.get("name"), message.get("tensor")
                 if not isinstance(name, str) or not isinstance(tensor, Tensor) or name in tensors:
-                    raise VerbatimError("the trainer sent something else than tensors with names")
+                    raise VerbatimError("the trainer sent something other than named tensors")
                 if len(tensors) == _MAX_TENSORS:
                     raise VerbatimError(f"the trainer sent more than {_MAX_TENSORS} tensors")
-                tensors[name], left = tensor, left - tensor.nbytes
+                tensors[name], remaining = tensor, remaining - tensor.nbytes
         finally:
             link.close()
 
     async def take(self, body: bytes, finish: FinishUpdate) -> int | None:
-        """Take tensors as a safetensors file, and return the version if no update was started.
+        """Add a safetensors file to the update in parts; without one, write it and return the version.
 
         Raises:
-            InvalidRequest: not such a file, or too many bytes.
+            InvalidRequest: not a safetensors file, or too many bytes.
         """
 
         def read() -> dict[str, Tensor]:
@@ -176,14 +171,14 @@ class Updates:
             except (SafetensorError, KeyError, ValueError, RuntimeError):
                 raise InvalidRequest("the body is not a safetensors file") from None
 
-        async with self._turn():
+        async with self._exclusive():
             tensors = await asyncio.to_thread(read)
-            self._check_room(sum(tensor.nbytes for tensor in tensors.values()))
+            self._check_size(sum(tensor.nbytes for tensor in tensors.values()))
             if self._pending is None:
                 return await self._write(tensors, finish)
-            twice = next((name for name in tensors if name in self._pending), None)
-            if twice is not None:
-                raise InvalidRequest(f"weights name {twice:.200} twice")
+            duplicate = next((name for name in tensors if name in self._pending), None)
+            if duplicate is not None:
+                raise InvalidRequest(f"weights name {duplicate:.200} twice")
             self._pending |= tensors
             return None
 
@@ -194,7 +189,7 @@ class Updates:
             Refusal: 409: no update was started.
             InvalidRequest, NotSupported: as `LLM.update_weights`; nothing was changed.
         """
-        async with self._turn():
+        async with self._exclusive():
             tensors, self._pending = self._pending, None
             if tensors is None:
                 raise Refusal(
@@ -214,8 +209,8 @@ class Updates:
             )
         )
 
-    def _check_room(self, size: int) -> None:
-        """Refuse an update of too many bytes."""
+    def _check_size(self, size: int) -> None:
+        """Raise InvalidRequest if the update would have too many bytes."""
         size += sum(tensor.nbytes for tensor in (self._pending or {}).values())
         if size > self._limit:
             raise InvalidRequest(
@@ -224,11 +219,11 @@ class Updates:
 
 
 def training_routes(service: Service) -> APIRouter:
-    """Return the routes of a trainer."""
+    """Return the routes for trainers."""
     engine, updates = service.llm.engine, Updates(service)
 
     def check_origin(http: Request) -> None:
-        """Refuse web pages, which can send some requests to this server without asking it first."""
+        """Refuse other web pages, which can send some requests without a CORS preflight."""
         origin = http.headers.get("origin")
         if origin is not None and origin not in service.settings.cors_origins:
             raise Refusal(403, f"Origin: {origin:.80}: not allowed (--cors-origin)")
@@ -279,7 +274,7 @@ def training_routes(service: Service) -> APIRouter:
     @router.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:
         """Clear the prefix cache. An update of the weights does so itself."""
-        return await done(engine.forget_cached, success=True)
+        return await done(lambda: engine.call(engine.scheduler.prefixes.forget), success=True)
 
     @router.post("/start_weight_update")
     async def start_weight_update(body: StartUpdate = _START) -> Response:

@@ -1,4 +1,4 @@
-"""Rendering of chat messages to prompt ids, by the tokenizer's template."""
+"""Renders chat messages to prompt ids with the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.text.tokenizer import Tokenizer, check_unicode, failures_as
 
-# Arguments of `apply_chat_template` that would change what it returns, or the prompt's length.
+# Arguments of `apply_chat_template` that would change its return type or the length of the prompt.
 _RESERVED = {
     "conversation",
     "max_length",
@@ -21,9 +21,9 @@ _RESERVED = {
     "tokenizer_kwargs",
     "truncation",
 }
-# A template with a loop over the parts of a message. Those of models of images may ignore a string.
+# Matches templates with a loop over the parts of a message; those of image models may ignore strings.
 _READS_PARTS = re.compile(r"\bfor \w+ in \w+(\.content|\[['\"]content['\"]\])")
-# Arguments with an effect although the template does not name them.
+# Arguments that have an effect although the template does not name them.
 _UNNAMED = {"chat_template", "continue_final_message", "sanitize_control_tokens"}
 
 
@@ -40,11 +40,10 @@ def render_chat(
     (`text/template.py`).
 
     Args:
-        tokenizer: the model's.
         messages: dicts with "role" and "content", both strings; other keys are passed to the template.
-        add_generation_prompt: end with the header of the assistant's answer.
-        template_kwargs: variables of the template, such as `enable_thinking` or `tools`, and
-            `continue_final_message`, `chat_template`, `sanitize_control_tokens` of transformers.
+        add_generation_prompt: whether to end with the header of the assistant's answer.
+        template_kwargs: variables of the template, such as `enable_thinking` or `tools`, and transformers'
+            arguments `continue_final_message`, `chat_template`, `sanitize_control_tokens`.
 
     Raises:
         InvalidRequest: invalid messages, or messages that the template refuses or fails on.
@@ -57,7 +56,7 @@ def render_chat(
             f"the tokenizer ({type(hf).__name__}) has no chat template; "
             "give the prompt as a string or as ids, or pass chat_template="
         )
-    with failures_as(NotSupported, "no chat template of the tokenizer is for this conversation"):
+    with failures_as(NotSupported, "no chat template of the tokenizer fits this conversation"):
         template = hf.get_chat_template(
             template_kwargs.get("chat_template"), template_kwargs.get("tools")
         )
@@ -67,24 +66,24 @@ def render_chat(
         if name not in _UNNAMED and not re.search(rf"\b{re.escape(name)}\b", template):
             raise NotSupported(f"{name}= would have no effect: the chat template doesn't use it")
 
-    # Imported here, as it takes seconds.
+    # Imported here because the import takes seconds.
     from verbatim.text.template import bounded
 
     plain = [dict(message) for message in messages]
 
-    def rendered(given: list[dict[str, Any]], *, tokenize: bool) -> Any:
+    def rendered(conversation: list[dict[str, Any]], *, tokenize: bool) -> Any:
         with failures_as(InvalidRequest, "the chat template refuses these messages"), bounded():
             return hf.apply_chat_template(
-                given,
+                conversation,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=tokenize,
                 return_dict=False,
                 **template_kwargs,
             )
 
-    def keeps_texts(given: list[dict[str, Any]]) -> bool:
+    def keeps_texts(conversation: list[dict[str, Any]]) -> bool:
         try:
-            text = rendered(given, tokenize=False)
+            text = rendered(conversation, tokenize=False)
         except InvalidRequest:
             return False
         return all(message["content"].strip() in text for message in plain)
@@ -119,7 +118,7 @@ def _check(messages: Any) -> None:
 
 
 def _check_parts(content: Any, where: str) -> None:
-    """Refuse parts of images and sounds by their type."""
+    """Refuse parts of a message that are images or sounds, by their type."""
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in (None, "text"):

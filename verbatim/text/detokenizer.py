@@ -3,16 +3,16 @@
 The returned texts join to `Tokenizer.decode` of all ids, at a constant cost per token. There are three
 kinds of tokenizers:
 
-- byte-level ones (GPT-2, Llama 3, Qwen): every piece encodes bytes, and UTF-8 is decoded as
-  they arrive;
-- those with byte fallback (Llama 2, Gemma): a run of byte pieces is either all valid UTF-8, or the
-  decoder puts one replacement character for *each* of its bytes. So the text of a run is known only
+- byte-level tokenizers (GPT-2, Llama 3, Qwen): every piece encodes bytes, and UTF-8 is decoded as they
+  arrive;
+- tokenizers with byte fallback (Llama 2, Gemma): a run of byte pieces is either all valid UTF-8, or the
+  decoder returns one replacement character for *each* of its bytes. So the text of a run is known only
   at its end; until then it is `pending`;
-- all others (WordPiece, Metaspace, tokenizers written in Python): the text that a token adds after
-  the last few tokens.
+- all others (WordPiece, Metaspace, tokenizers written in Python): a token is decoded after the last few
+  tokens, and adds the difference.
 
 `tokenizers.decoders.DecodeStream` is not used: its cost grows with the number of invalid bytes in a
-row (0.4 ms a token over 4,000 of them), and it fails when a run of byte pieces turns invalid.
+row (0.4 ms per token after 4,000 of them), and it fails when a run of byte pieces becomes invalid.
 """
 
 from __future__ import annotations
@@ -25,22 +25,20 @@ from typing import Any, Self
 from verbatim.text.tokenizer import CLEAN_UP, Tokenizer
 
 REPLACEMENT = "\ufffd"
-_MAX_OPEN = 8  # tokens held back for an incomplete character, which has at most 4 bytes
+_MAX_OPEN = 8  # maximum tokens held back for an incomplete character, which has at most 4 bytes
 
 
 class Detokenizer:
     """Detokenizes one completion, token by token.
 
-    Ids without a token (a model may have more logits than its tokenizer has pieces) have no text. An
-    incomplete character at the end is returned by `flush`, as the tokenizer decodes it.
+    Ids without a token (a model may have more logits than its tokenizer has pieces) have no text. `flush`
+    returns an incomplete character at the end as the tokenizer decodes it.
 
     Args:
-        tokenizer: the model's.
-        skip_special_tokens: leave special tokens out, but for `shown_ids`.
+        skip_special_tokens: whether to leave out special tokens, except `shown_ids`.
         prompt_tail_ids: the prompt, or its last ids. Only the last one with a text is used, to decide
-            whether the completion begins a text (some decoders then drop a leading space). A
-            character that the prompt leaves incomplete is not completed: only the completion's ids
-            are decoded.
+            whether the completion begins a text (some decoders then drop a leading space). A character
+            that is incomplete in the prompt is not completed, as only the completion's ids are decoded.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class Detokenizer:
     ) -> None:
         self._piece = tokenizer.piece
         self._skipped = tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset()
-        self._joiner: _ByteLevel | _TextPieces  # whose `push` and `flush` return final text
+        self._joiner: _ByteLevel | _TextPieces  # `push` and `flush` return final text
         if tokenizer.is_byte_level:
             self._joiner = _ByteLevel(tokenizer)
         else:
@@ -63,7 +61,7 @@ class Detokenizer:
         self._cleaners = [_Replacer(*pair) for pair in CLEAN_UP] if tokenizer.cleans_up else []
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that is now final."""
+        """Add a token, and return the text that has become final."""
         if token_id in self._skipped:
             return ""
         piece = self._piece(token_id)
@@ -76,7 +74,7 @@ class Detokenizer:
 
     @property
     def pending(self) -> str:
-        """Text in whole characters that is not final yet."""
+        """The complete characters that are not final yet."""
         text = self._joiner.pending
         for cleaner in self._cleaners:
             text = cleaner.last(text)
@@ -101,7 +99,7 @@ class Detokenizer:
 class _ByteLevel:
     """Joins pieces that encode bytes."""
 
-    pending = ""  # a whole character is final at once
+    pending = ""  # a complete character is always final
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._bytes = tokenizer, tokenizer.byte_texts
@@ -123,12 +121,12 @@ class _ByteLevel:
 
 
 class _TextPieces:
-    """Joins pieces of text, each decoded in the context of a few before it."""
+    """Joins pieces of text, each decoded after a few preceding pieces."""
 
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
         self._decode, self._bytes_of = tokenizer.decode_plain, tokenizer.piece_bytes
         self._context = context  # ids with text already returned
-        self._open: list[int] = []  # ids with text that may end in an incomplete character
+        self._open: list[int] = []  # ids with a text that may end in an incomplete character
         self._open_text = ""
         self._run: _ByteRun | None = None
         self._texts = tokenizer.piece_texts
@@ -136,9 +134,9 @@ class _TextPieces:
             map(_is_local, tokenizer.decoder_steps)
         )
         kinds = [step["type"] for step in tokenizer.decoder_steps]
-        after = kinds[kinds.index("ByteFallback") + 1 :] if "ByteFallback" in kinds else None
-        self._has_bytes = after in ([], ["Fuse"], ["Fuse", "Strip"])
-        self._strip = tokenizer.decoder_steps[-1]["start"] if after == ["Fuse", "Strip"] else 0
+        later = kinds[kinds.index("ByteFallback") + 1 :] if "ByteFallback" in kinds else None
+        self._has_bytes = later in ([], ["Fuse"], ["Fuse", "Strip"])
+        self._strip = tokenizer.decoder_steps[-1]["start"] if later == ["Fuse", "Strip"] else 0
 
     @property
     def pending(self) -> str:
@@ -154,7 +152,7 @@ class _TextPieces:
             return done + self._run.push(byte[0])
         done = self._close_run()
         self._open.append(token_id)
-        self._open_text = self._added(self._context, self._open)
+        self._open_text = self._added_text(self._context, self._open)
         if self._open_text and not self._open_text.endswith(REPLACEMENT):
             return done + self._close_open()
         return done + (self._close_first() if len(self._open) > _MAX_OPEN else "")
@@ -168,7 +166,7 @@ class _TextPieces:
         fork._run = self._run.fork() if self._run else None
         return fork
 
-    def _added(self, before: list[int], ids: list[int]) -> str:
+    def _added_text(self, before: list[int], ids: list[int]) -> str:
         """Return the text that `ids` add after `before`."""
         if not before:
             return self._decode(ids)
@@ -194,7 +192,7 @@ class _TextPieces:
         """Return the text of the leading ids that are not part of the incomplete character."""
         for count in range(1, len(self._open)):
             first, rest = self._open[:count], self._open[count:]
-            text = self._added(self._context, first)
+            text = self._added_text(self._context, first)
             if text + self._decode(rest) == self._open_text:
                 self._context, self._open = first, rest
                 self._open_text = self._open_text[len(text) :]
@@ -203,7 +201,7 @@ class _TextPieces:
 
 
 def _is_local(step: dict[str, Any]) -> bool:
-    """Return whether a piece adds the same text after any other piece."""
+    """Return whether, with this decoder step, a piece adds the same text after any other piece."""
     if step["type"] == "Replace":
         return len(step["pattern"].get("String", "")) == 1
     return step["type"] in ("ByteFallback", "Fuse", "Metaspace", "Strip", "WordPiece")
@@ -213,29 +211,29 @@ class _ByteRun:
     """A run of byte pieces: valid UTF-8 as a whole, or one replacement character per byte."""
 
     def __init__(self, strip: int) -> None:
-        self.text = ""  # whole characters so far; empty once the run is invalid
+        self.text = ""  # complete characters so far; empty once the run is invalid
         self._strip = strip  # leading spaces that the decoder drops at the start of a text
-        self._count = 0
+        self._num_bytes = 0
         self._valid = True
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
 
     def push(self, byte: int) -> str:
-        self._count += 1
+        self._num_bytes += 1
         if not self._valid:
             return REPLACEMENT
         try:
             char = self._decoder.decode(bytes((byte,)))
         except UnicodeDecodeError:
             self.text, self._valid = "", False
-            return REPLACEMENT * self._count
-        if char == " " and not self.text and self._count <= self._strip:
+            return REPLACEMENT * self._num_bytes
+        if char == " " and not self.text and self._num_bytes <= self._strip:
             return ""
         self.text += char
         return ""
 
     def close(self) -> str:
         incomplete = self._valid and self._decoder.getstate()[0]
-        return REPLACEMENT * self._count if incomplete else self.text
+        return REPLACEMENT * self._num_bytes if incomplete else self.text
 
     def fork(self) -> Self:
         fork = copy.copy(self)
@@ -259,5 +257,5 @@ class _Replacer:
         return self._new.join([*whole, rest[: len(rest) - size]])
 
     def last(self, text: str) -> str:
-        """Return the rest of the text, ending with `text`."""
+        """Return the rest of the text, with `text` as its end."""
         return (self.held + text).replace(self._old, self._new)

@@ -1,12 +1,12 @@
 """Chat templates with bounded cost.
 
-A template comes with a checkpoint, and jinja's sandbox lets it compute without limit: `'a' * 10**9`, loops
-within loops, a list of twice itself forty times over. Here every operation is charged with the size of
-its operands, and operations with larger results (products, widths, replacements) with the size of
-the result, before it is computed. The charge depends only on the template and its variables, so all
-machines accept the same conversations.
+A template comes with a checkpoint, and jinja's sandbox does not limit its computations: `'a' * 10**9`,
+nested loops, a list that is doubled forty times. Here every operation costs the size of its operands, and
+operations with larger results (products, widths, replacements) cost the size of the result. The cost is
+charged before the operation is computed. It depends only on the template and its variables, so all machines
+accept the same conversations.
 
-The environment is transformers', with its filters, globals and extensions.
+The environment is transformers' own, with its filters, globals and extensions.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from transformers.utils import chat_template_utils
 
-MOST_WORK = 4_000_000  # operations: seconds at most
+MAX_OPERATIONS = 4_000_000  # maximum operations of a template, which take at most seconds
 _CHARACTERS = 64  # characters processed per operation
-_WRITTEN = 4  # characters written per operation: a tokenizer takes about 100 bytes for each
-_LONGEST_SEPARATOR = 64  # for joins, as the number of parts may be unknown
+_CHARACTERS_WRITTEN = 4  # written per operation; a tokenizer needs about 100 bytes for each
+_LONGEST_SEPARATOR = 64  # maximum for `join`, as the number of its parts may be unknown
 # Methods and filters with results that grow with a numeric or text argument.
 _WIDENING = frozenset(
     "batch center expandtabs indent ljust rjust slice to_bytes tojson wordwrap zfill".split()
 )
-# Filters with costs that don't follow from their arguments; no known template uses them.
+# Filters with costs that can't be derived from their arguments; no known template uses them.
 _REMOVED = ("lipsum", "striptags", "urlize")
 _COLLECTIONS = (list, tuple, set, frozenset, KeysView, ItemsView, ValuesView)
 _COMPUTED_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|\{[^{}]*\{[^{]")
@@ -41,13 +41,13 @@ _work: ContextVar[list[int] | None] = ContextVar("_work", default=None)
 
 
 class TemplateTooCostly(TemplateError):
-    """A template takes more than `MOST_WORK` operations."""
+    """A template takes more than `MAX_OPERATIONS` operations, or uses one that can't be bounded."""
 
 
 @contextmanager
 def bounded() -> Iterator[None]:
     """Bound the chat templates that transformers renders in this block, in this thread or task."""
-    token = _work.set([MOST_WORK])
+    token = _work.set([MAX_OPERATIONS])
     try:
         yield
     finally:
@@ -55,20 +55,16 @@ def bounded() -> Iterator[None]:
 
 
 def _charge(work: int) -> None:
-    left = _work.get()
-    if left is None:
+    remaining = _work.get()
+    if remaining is None:
         return
-    left[0] -= work
-    if left[0] < 0:
-        raise TemplateTooCostly(f"it takes more than {MOST_WORK} operations")
+    remaining[0] -= work
+    if remaining[0] < 0:
+        raise TemplateTooCostly(f"it takes more than {MAX_OPERATIONS} operations")
 
 
 def _size(*values: Any) -> int:
-    """Return the size of values as text, in operations; repeated values count each time.
-
-    Raises:
-        TemplateTooCostly: more than the remaining work.
-    """
+    """Return the size of values as text, in operations; a repeated value counts each time."""
     stack, size = list(values), 0
     while stack:
         value = stack.pop()
@@ -85,7 +81,7 @@ def _size(*values: Any) -> int:
             stack += value
         elif isinstance(value, Namespace):
             stack += object.__getattribute__(value, "_Namespace__attrs").values()
-        if size > MOST_WORK:
+        if size > MAX_OPERATIONS:
             _charge(size)
     return size
 
@@ -99,31 +95,31 @@ def _charge_call(
     name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, method: bool = False
 ) -> None:
     """Charge for the method `value.name(*args, **kwargs)`, or the filter or test of this name."""
-    size, rest = _size(value), [*args, *kwargs.values()]
-    _charge(size + _size(*rest))
+    size, arguments = _size(value), [*args, *kwargs.values()]
+    _charge(size + _size(*arguments))
     if name in _WIDENING:
         width = sum(
-            abs(a) if isinstance(a, int) else len(a) for a in rest if isinstance(a, int | str)
+            abs(a) if isinstance(a, int) else len(a) for a in arguments if isinstance(a, int | str)
         )
-        _charge(size * width * (16 if name == "tojson" else 1))  # each level is indented once more
-    elif name == "replace" and len(rest) >= 2 and isinstance(value, str):
-        _charge(value.count(str(rest[0])) * len(str(rest[1])) // _CHARACTERS)
+        _charge(size * width * (16 if name == "tojson" else 1))  # nested levels are indented more
+    elif name == "replace" and len(arguments) >= 2 and isinstance(value, str):
+        _charge(value.count(str(arguments[0])) * len(str(arguments[1])) // _CHARACTERS)
     elif name == "join":
-        separator = value if method else rest[0] if rest else ""
+        separator = value if method else arguments[0] if arguments else ""
         if isinstance(separator, str) and len(separator) > _LONGEST_SEPARATOR:
             raise TemplateTooCostly(
                 f"join() with a separator of {len(separator)} characters: at most {_LONGEST_SEPARATOR}"
             )
     elif name in ("format", "format_map") and isinstance(value, str):
-        _charge_format(value, rest)
+        _charge_format(value, arguments)
     elif name == "translate":
-        raise TemplateTooCostly("translate() is not for chat templates")
+        raise TemplateTooCostly("translate() is not supported in chat templates")
 
 
 def _charge_format(text: str, values: Any) -> None:
-    """Charge for the result of formatting: a value may be used repeatedly, and be padded."""
+    """Charge for the result of formatting, in which values may be repeated and padded."""
     if _COMPUTED_WIDTH.search(text):
-        raise TemplateTooCostly("a width that is computed is not for chat templates")
+        raise TemplateTooCostly("computed widths are not supported in chat templates")
     widths = sum(int(digits[:12]) for digits in re.findall(r"\d+", text))
     _charge((text.count("%") + text.count("{")) * _size(values) + widths // _CHARACTERS)
 
@@ -135,7 +131,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @classmethod
     def of(cls, environment: Any) -> _Environment:
-        # Constant folding would run before anything is charged.
+        # Not optimized: constant folding would compute before anything is charged.
         charged: Any = environment.overlay(optimized=False, finalize=_finalize)
         charged.__class__ = cls
         charged.filters = {
@@ -148,8 +144,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         return charged
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
-        """Insert charges for what compiles to plain Python: loop iterations, comparisons, concatenations."""
-        cost = 1 + sum(len(n.data) for n in source.find_all(nodes.TemplateData)) // _WRITTEN
+        """Insert charges for nodes that compile to plain Python: loops, comparisons, concatenations."""
+        cost = (
+            1 + sum(len(n.data) for n in source.find_all(nodes.TemplateData)) // _CHARACTERS_WRITTEN
+        )
         for node in list(source.find_all(nodes.Node)):
             if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock):
                 charge = _filtered(nodes.Const(cost, lineno=node.lineno), "_charge")
@@ -176,9 +174,9 @@ class _Environment(ImmutableSandboxedEnvironment):
             bits = left.bit_length() * (abs(right) if operator == "**" else 1)
             _charge((1 + bits // _CHARACTERS) * (1 + max(right.bit_length(), bits) // _CHARACTERS))
         elif operator == "*":
-            for one, times in ((left, right), (right, left)):
-                if isinstance(times, int) and isinstance(one, str | bytes | list | tuple):
-                    size = len(one) // _CHARACTERS if isinstance(one, str | bytes) else len(one)
+            for item, times in ((left, right), (right, left)):
+                if isinstance(times, int) and isinstance(item, str | bytes | list | tuple):
+                    size = len(item) // _CHARACTERS if isinstance(item, str | bytes) else len(item)
                     _charge((1 + size) * times if times > 0 else 1)
         else:
             _charge(1 + sum(len(x) for x in (left, right) if hasattr(x, "__len__")) // _CHARACTERS)
@@ -192,8 +190,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 @pass_context
 def _finalize(_: Any, value: Any) -> Any:
-    # As it takes the context, jinja does not evaluate constants at compile time.
-    _charge(_size(value) * (_CHARACTERS // _WRITTEN))
+    # The context parameter keeps jinja from evaluating constants at compile time.
+    _charge(_size(value) * (_CHARACTERS // _CHARACTERS_WRITTEN))
     return value
 
 
@@ -202,7 +200,7 @@ def _filtered(node: nodes.Expr, name: str = "_charged") -> nodes.Expr:
 
 
 def _wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter or test with a charge, and with jinja's attributes."""
+    """Wrap a filter or test with a charge; the wrapper keeps jinja's attributes."""
     skipped = int(hasattr(function, "jinja_pass_arg"))
 
     @functools.wraps(function)
@@ -227,7 +225,7 @@ def _compiled(template: str) -> Any:
 
 
 def _compile(template: str) -> Any:
-    """Compile a template, inside of `bounded` with charges."""
+    """Compile a template; inside `bounded`, with charges."""
     return _transformers_compile(template) if _work.get() is None else _compiled(template)
 
 

@@ -1,4 +1,4 @@
-"""`Tokenizer`: the interface of the engine to a transformers tokenizer."""
+"""`Tokenizer`: the engine's interface to a transformers tokenizer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from verbatim.common.files import hub_arguments
+from verbatim.common.untrusted import check_tokenizer
 from verbatim.errors import InvalidRequest, ModelError, VerbatimError, first_line
-from verbatim.files import hub_arguments
-from verbatim.untrusted import check_tokenizer
 
 # The replacements of transformers' `clean_up_tokenization`, in order (a test compares the two).
 CLEAN_UP = (
@@ -28,7 +28,7 @@ CLEAN_UP = (
     (" 're", "'re"),
 )
 
-# A tokenizer's folder has a file with one of these prefixes or suffixes.
+# The folder of a tokenizer has a file with one of these prefixes or suffixes.
 _FILE_BEGINNINGS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
 _FILE_ENDINGS = (".model", ".tiktoken", ".vocab", ".bpe")
 _BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -42,18 +42,14 @@ def failures_as(kind: type[VerbatimError], message: str) -> Iterator[None]:
     except VerbatimError:
         raise
     except BaseException as error:
-        # A panic of Rust code is no Exception, and its class can't be imported.
+        # A panic of Rust code is not an Exception, and its class can't be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise kind(f"{message}: {first_line(error)}") from error
 
 
 def check_unicode(text: str, what: str) -> None:
-    """Refuse half a surrogate pair, which stands for a byte of another encoding.
-
-    Raises:
-        InvalidRequest: `text` has one.
-    """
+    """Raise InvalidRequest if `text` has an unpaired surrogate, which stands for a byte that is not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -67,9 +63,9 @@ class Tokenizer:
     """A transformers tokenizer, fast or slow.
 
     Attributes:
-        hf: the tokenizer itself.
+        hf: the transformers tokenizer.
         special_ids: ids that `skip_special_tokens` omits.
-        bos_id, eos_id: None if the tokenizer has none.
+        bos_id, eos_id: ids of the BOS and EOS tokens; None if the tokenizer has none.
         vocab_size: number of ids with a text. A model may have more logits.
         cleans_up: whether spaces before punctuation are removed from decoded text.
 
@@ -94,8 +90,8 @@ class Tokenizer:
             added = self._fast.get_added_tokens_decoder()
             self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.cleans_up = self._cleans_up()
-        self.byte_texts: dict[int, bytes] = {}  # cache of byte-level detokenizers
-        self.piece_texts: dict[int, str] = {}  # cache of pieces with context-free text
+        self.byte_texts: dict[int, bytes] = {}  # cache for byte-level detokenizers
+        self.piece_texts: dict[int, str] = {}  # cache for pieces with context-free text
 
     @classmethod
     def open(
@@ -104,24 +100,24 @@ class Tokenizer:
         """Open the tokenizer of a folder or of a hub id.
 
         Raises:
-            ModelError: it is missing, or its files can't be read.
+            ModelError: the tokenizer is missing, or its files can't be read.
         """
         folder = Path(path_or_id)
         if folder.is_dir() and not has_tokenizer_files(folder):
             names = sorted(file.name for file in folder.iterdir())
-            held = ", ".join(names[:8]) + ", ..." * (len(names) > 8) if names else "nothing"
+            listing = ", ".join(names[:8]) + ", ..." * (len(names) > 8) if names else "nothing"
             raise ModelError(
                 f"{str(path_or_id)!r} has no tokenizer: none of tokenizer.json, "
-                f"tokenizer_config.json, tokenizer.model or vocab.json is among its files ({held})"
+                f"tokenizer_config.json, tokenizer.model or vocab.json is among its files ({listing})"
             )
         if folder.is_dir():
             check_tokenizer(folder)
         from transformers import AutoTokenizer
 
         with failures_as(ModelError, f"no tokenizer from {str(path_or_id)!r}"):
-            where = {} if folder.is_dir() else hub_arguments(str(path_or_id), revision)
+            options = {} if folder.is_dir() else hub_arguments(str(path_or_id), revision)
             hf = AutoTokenizer.from_pretrained(
-                str(path_or_id), trust_remote_code=trust_remote_code, **where
+                str(path_or_id), trust_remote_code=trust_remote_code, **options
             )
         return cls(hf)
 
@@ -129,7 +125,7 @@ class Tokenizer:
         """Encode a prompt, with the special tokens that the tokenizer adds.
 
         Args:
-            special_tokens: False adds none, for text that continues a sequence.
+            special_tokens: whether to add special tokens; False for text that continues a sequence.
         """
         if not isinstance(text, str):
             raise InvalidRequest(f"{type(text).__name__} can't be tokenized: a string is needed")
@@ -146,9 +142,9 @@ class Tokenizer:
         return list(encoded["input_ids"])
 
     def encode_fragment(self, text: str) -> list[tuple[int, ...]]:
-        """Return the encodings of `text` within a completion: at the start of a word, and inside one.
+        """Return the encodings of `text` within a completion: at the start of a word, and inside a word.
 
-        No special tokens are added. `bad_words` bans each of them.
+        No special tokens are added. `bad_words` bans all of these encodings.
 
         Raises:
             InvalidRequest: the tokenizer has no ids for this text.
@@ -163,13 +159,13 @@ class Tokenizer:
         return list(spellings)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ids; ids without a token have none."""
+        """Return the text of ids; ids without a token are skipped."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         text = self.decode_plain([i for i in ids if i not in skipped and self.piece(i) is not None])
         return clean_up(text) if self.cleans_up else text
 
     def decode_plain(self, ids: list[int]) -> str:
-        """Return the text of ids of the vocabulary, with special tokens and without clean-up."""
+        """Return the text of ids in the vocabulary, with special tokens and without clean-up."""
         text: str = self.hf.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -181,7 +177,7 @@ class Tokenizer:
             entry: str | None = self._fast.id_to_token(token_id)
             return entry
         if token_id > self._highest_id:
-            return None  # some slow tokenizers would return their unknown token, or raise
+            return None  # some slow tokenizers would return the unknown token, or raise
         try:
             entry = self.hf.convert_ids_to_tokens(token_id)
         except (IndexError, KeyError, ValueError):
@@ -190,7 +186,7 @@ class Tokenizer:
 
     @cached_property
     def decoder_steps(self) -> list[dict[str, Any]]:
-        """The decoder steps of a fast tokenizer, in the tokenizers library's format; else empty."""
+        """The decoder steps of a fast tokenizer, in the tokenizers library's format; else an empty list."""
         decoder = getattr(self._fast, "decoder", None)
         if decoder is None:
             return []
@@ -199,7 +195,7 @@ class Tokenizer:
 
     @cached_property
     def marks(self) -> dict[str, int]:
-        """Tokens that grammars refer to by name: special ones, and others in angle brackets."""
+        """Ids of the tokens that grammars may name: special tokens, and others in angle brackets."""
         added = {} if self._fast is None else self._fast.get_added_tokens_decoder()
         return {
             token.content: i
@@ -213,9 +209,9 @@ class Tokenizer:
         return [step["type"] for step in self.decoder_steps] == ["ByteLevel"]
 
     def piece_bytes(self, piece: str) -> bytes | None:
-        """Return the bytes that a piece encodes; None for a piece of text, which the decoder reads.
+        """Return the bytes that a piece encodes; None for a piece of text, which only the decoder can decode.
 
-        A piece outside of the alphabet of bytes (such as an added token) is encoded as UTF-8.
+        A piece outside the alphabet of bytes (such as an added token) is encoded as UTF-8.
         """
         if self.is_byte_level:
             if self._byte_of_char.keys() >= set(piece):
@@ -237,16 +233,16 @@ class Tokenizer:
         return max([self.vocab_size - 1, *map(int, added)])
 
     def _cleans_up(self) -> bool:
-        """Return whether transformers cleans up: on request, but for BPE only when forced."""
+        """Return whether transformers cleans up decoded text: if configured, but for BPE only if forced."""
         if not getattr(self.hf, "clean_up_tokenization_spaces", False):
             return False
-        forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+        force_option = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         bpe = self._fast is not None and type(self._fast.model).__name__ == "BPE"
-        return not bpe or bool(getattr(self.hf, forced, False))
+        return not bpe or bool(getattr(self.hf, force_option, False))
 
 
 def has_tokenizer_files(folder: Path) -> bool:
-    """Return whether the folder has any file of a tokenizer."""
+    """Return whether the folder has a file of a tokenizer."""
     names = [file.name for file in folder.iterdir()]
     return any(n.startswith(_FILE_BEGINNINGS) or n.endswith(_FILE_ENDINGS) for n in names)
 

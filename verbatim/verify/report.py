@@ -1,4 +1,4 @@
-"""`Report` and `Row`: the results of `verify`, and their comparison, bit for bit."""
+"""`Report` and `Row`: the results of `verify`, and their bitwise comparison."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verbatim.common.plain import to_plain
 from verbatim.core import Result, TopLogprobs
-from verbatim.plain import to_plain
 
 REFERENCE, EQUAL, DIFFERS, FAILED, NOT_RUN = "reference", "equal", "differs", "failed", "not run"
 
@@ -23,14 +23,14 @@ class Row:
         what: description of the schedule.
         status: "reference" (the requests run alone), "equal", "differs", "failed" (an error was raised) or
             "not run".
-        ids_equal, logprobs_equal: equality bit for bit; None if nothing was compared. Finish reasons and
-            texts count with the ids.
+        ids_equal, logprobs_equal: whether they are bitwise equal; None if nothing was compared. Finish
+            reasons and texts count as ids.
         note: evidence that the schedule took effect, the reason why it was not run, or the error.
-        first_difference: description of the first difference; of a token, if there is one.
+        first_difference: description of the first difference in ids or, if there is none, in log-probs.
         largest_difference: largest difference between two log-probs of the same token after the same tokens.
         differing: kinds of the requests that differ.
-        num_tokens, num_logprobs: numbers compared.
-        forwards: forwards of the model.
+        num_tokens, num_logprobs: how many were compared.
+        forwards: number of forwards of the model.
         rows_per_forward: mean rows (tokens) per forward.
         sequences_at_once: maximum sequences in one forward; 1 means no batching.
         seconds: duration, including opening the model.
@@ -58,26 +58,26 @@ class Row:
         """Compare the results of one request.
 
         Args:
-            number: of the request.
-            kind: of the request.
+            number: index of the request.
+            kind: kind of the request.
             run: label of the schedule's run, if there are several.
         """
         if self.ids_equal is None:
             self.ids_equal, self.logprobs_equal, self.largest_difference = True, True, 0.0
-        before, now = _values(expected), _values(found)
+        old_values, new_values = _values(expected), _values(found)
         self.num_tokens += sum(len(output.token_ids) for output in expected.outputs)
-        for what in before | now:
-            old, new = before.get(what), now.get(what)
+        for name in old_values | new_values:
+            old, new = old_values.get(name), new_values.get(name)
             has_logprobs = isinstance(old, dict) or isinstance(new, dict)
             if self._equal_logprobs(old or {}, new or {}) if has_logprobs else old == new:
                 continue
             if self.first_difference is None or (self.ids_equal and not has_logprobs):
-                shown = [
+                values = [
                     {ids[-1:]: p for ids, p in value.items()} if isinstance(value, dict) else value
                     for value in (new, old)
                 ]
-                where = f"{run}, request {number}" if run else f"request {number}"
-                self.first_difference = f"{where}, {what}: {shown[0]!r}, not {shown[1]!r}"
+                location = f"{run}, request {number}" if run else f"request {number}"
+                self.first_difference = f"{location}, {name}: {values[0]!r}, not {values[1]!r}"
             if has_logprobs:
                 self.logprobs_equal = False
             else:
@@ -121,22 +121,22 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True if something was compared and all of it was equal bit for bit."""
+        """True if something was compared and everything compared was bitwise equal."""
         return bool(self.of(EQUAL)) and not self.of(DIFFERS, FAILED)
 
     def verdict(self) -> str:
         """Return the outcome in one sentence."""
         equal, run = len(self.of(EQUAL)), len(self.of(EQUAL, DIFFERS, FAILED))
-        left = self.of(NOT_RUN)
-        rest = f"; not run: {', '.join(row.name for row in left)}" if left else ""
+        not_run = self.of(NOT_RUN)
+        rest = f"; not run: {', '.join(row.name for row in not_run)}" if not_run else ""
         if not run:
             return f"nothing was compared{rest}"
         if self.ok:
             return (
                 f"bit-identical in {'the schedule' if run == 1 else f'all {run} schedules'}{rest}"
             )
-        bad = ", ".join(row.name for row in self.of(DIFFERS, FAILED))
-        return f"{equal} of {run} schedules are bit-identical; different or failed: {bad}{rest}"
+        failed = ", ".join(row.name for row in self.of(DIFFERS, FAILED))
+        return f"{equal} of {run} schedules are bit-identical; different or failed: {failed}{rest}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, for JSON."""
@@ -144,22 +144,22 @@ class Report:
         return {"ok": self.ok, "verdict": self.verdict()} | plain
 
 
-_Logprobs = dict[tuple[int, ...], float]  # by the tokens up to and including that of the log-prob
+_Logprobs = dict[tuple[int, ...], float]  # by the ids up to and including the scored token
 
 
 def _values(result: Result) -> dict[str, Any]:
-    """Return everything in a result by its name; the log-probs of one position together."""
+    """Return all values of a result by name, with the log-probs of one position as one value."""
     values: dict[str, Any] = {"the prompt": result.prompt_token_ids}
 
     def add_rows(
         label: str, rows: Sequence[float | TopLogprobs | None] | None, ids: list[int]
     ) -> None:
         for at, row in enumerate(rows or ()):
-            before = tuple(ids[:at])
+            context = tuple(ids[:at])
             if isinstance(row, float):
-                values[f"{label} {at}"] = {(*before, *ids[at : at + 1]): row}
+                values[f"{label} {at}"] = {(*context, *ids[at : at + 1]): row}
             else:
-                values[f"{label} {at}"] = {(*before, i): p for i, p in row or ()}
+                values[f"{label} {at}"] = {(*context, i): p for i, p in row or ()}
 
     add_rows("prompt log-prob", result.prompt_logprobs, result.prompt_token_ids)
     add_rows("top of the prompt", result.prompt_top_logprobs, result.prompt_token_ids)

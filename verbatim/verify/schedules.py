@@ -1,4 +1,7 @@
-"""`verify`: the same requests in different schedules, run on one model and this machine."""
+"""`verify`: the same requests in different schedules, on one model and this machine.
+
+The requests are greedy, sampled, filtered and penalized, with short and long prompts.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,108 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from verbatim.api.llm import LLM
 from verbatim.batch import Batch
-from verbatim.checks import optional_integer
+from verbatim.common.checks import integer, optional_integer
 from verbatim.core import Delta, Result, Sequence
 from verbatim.errors import InvalidRequest, VerbatimError
-from verbatim.llm import LLM
 from verbatim.model.products import threads
 from verbatim.params import SamplingParams
 from verbatim.placement.distributed.choice import Cluster
 from verbatim.placement.offload.choice import Offload
 from verbatim.verify.report import DIFFERS, EQUAL, FAILED, NOT_RUN, Report, Row
-from verbatim.verify.requests import TestRequest, make_requests
+
+MAX_PROMPT = 72
+_MIN_LIMIT = 4  # minimum length limit of a model to verify
+# Prompt lengths in tokens; prompts of 17 tokens and more fill a KV block.
+_LENGTHS = (1, 5, 17, 33, 2, 48, 8, 40, 13, 64, 21, 72)
+
+
+@dataclass(frozen=True, slots=True)
+class TestRequest:
+    """A request of the self-test; `kind` names the feature that it covers."""
+
+    kind: str
+    prompt: list[int]
+    params: SamplingParams
+
+    @property
+    def num_tokens(self) -> int:
+        """Maximum length of prompt and completion."""
+        assert self.params.max_tokens is not None
+        return len(self.prompt) + self.params.max_tokens
+
+
+def make_requests(llm: LLM, num_tokens: int, seed: int) -> list[TestRequest]:
+    """Return twelve requests, with prompts drawn from the vocabulary, within the model's length limit.
+
+    They select the adapters of `llm`, and no adapter, in turn.
+
+    Args:
+        num_tokens: length of the longest completions; the others are slightly shorter.
+        seed: seed of the prompts and of the requests' seeds.
+
+    Raises:
+        InvalidRequest: `num_tokens` or `seed` out of range, or a length limit below 4.
+    """
+    limit = llm.max_length
+    num_tokens = integer("tokens", num_tokens)
+    seed = integer("seed", seed, 0, 2**53 - 1)
+    if limit < _MIN_LIMIT:
+        raise InvalidRequest(
+            f"the model's length limit is {limit}; to verify it takes {_MIN_LIMIT}"
+        )
+    num_tokens = min(num_tokens, max(1, limit // 2))
+    longest = min(MAX_PROMPT, limit - num_tokens)
+    rng = random.Random(f"verify-{seed}")
+    ids, adapters = _ordinary_ids(llm), [*llm.adapters, None]
+    requests = []
+    for number, (kind, fields) in enumerate(_kinds(ids, rng).items()):
+        length = min(_LENGTHS[number], longest)
+        if kind.startswith("repeating"):  # so that drafts can be accepted
+            phrase = rng.choices(ids, k=5)
+            prompt = (phrase * length)[:length]
+        else:
+            prompt = rng.choices(ids, k=length)
+        params = SamplingParams(
+            seed=rng.randrange(2**53),
+            max_tokens=max(1, num_tokens - number % 4),
+            ignore_eos=number % 3 > 0,
+            adapter=adapters[number % len(adapters)],
+            **fields,
+        )
+        requests.append(TestRequest(kind, prompt, params))
+    return requests
+
+
+def _kinds(ids: list[int], rng: random.Random) -> dict[str, dict[str, Any]]:
+    biased = rng.sample(ids, k=min(4, len(ids)))
+    count, num_logprobs = max(2, len(ids) // 4), min(3, len(ids))
+    return {
+        "greedy": dict(temperature=0.0, logprobs=num_logprobs),
+        "sampled": dict(),
+        "top-k, top-p": dict(temperature=0.8, top_k=20, top_p=0.9),
+        "repeating, greedy": dict(temperature=0.0),
+        "min-p, top log-probs": dict(temperature=1.3, min_p=0.02, logprobs=num_logprobs),
+        "penalties": dict(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
+        "typical, biases": dict(typical_p=0.8, logit_bias={biased[0]: 2.0, biased[-1]: -3.0}),
+        "two samples, prompt log-probs": dict(n=2, prompt_logprobs=num_logprobs),
+        "allowed ids": dict(allowed_token_ids=sorted(rng.sample(ids, k=min(count, len(ids))))),
+        "repeating, sampled": dict(temperature=0.5, top_p=0.95),
+        "beams": dict(num_beams=3, n=2),
+        "top-p": dict(top_p=0.9, temperature=0.7),
+    }
+
+
+def _ordinary_ids(llm: LLM) -> list[int]:
+    """Return the ids of the vocabulary except special tokens."""
+    vocab_size, tokenizer = llm.engine.admission.vocab_size, llm.tokenizer
+    special = set(llm.engine.admission.eos_ids)
+    if tokenizer is not None:
+        vocab_size = min(vocab_size, tokenizer.vocab_size)
+        special |= tokenizer.special_ids
+    return [i for i in range(vocab_size) if i not in special] or list(range(vocab_size))
+
 
 DEFAULT_TOKENS = 16
 OPTIONS = (
@@ -37,40 +131,40 @@ _DRAFT_TOKENS = 4
 
 
 class NotRun(Exception):
-    """Raised, with the reason, if a schedule is impossible here or did not take effect."""
+    """Raised, with the reason, if a schedule is impossible here or had no effect."""
 
 
 class Trial:
-    """The model under test, and the schedule that runs on it.
+    """The model under test, and the schedule that is running on it.
 
     Attributes:
         options: options of `LLM` for all schedules.
         cluster: placement of the row "two-stages".
         requests: the requests of every schedule.
-        expected: their results when run alone.
-        most_alone: maximum of sequences per forward when each request runs alone.
+        expected: the results of the requests when each runs alone.
+        max_alone: maximum number of sequences per forward when each request runs alone.
         info: `LLM.info` of the resident engine.
-        row: the result of the schedule so far.
-        notes: evidence that the schedule took effect.
+        row: the result of the current schedule so far.
+        notes: evidence that the current schedule took effect.
     """
 
     def __init__(self, model: Any, options: dict[str, Any], cluster: Cluster) -> None:
         self.options, self.cluster = options, cluster
         self.requests: list[TestRequest] = []
         self.expected: list[Result] = []
-        self.most_alone = 0
+        self.max_alone = 0
         self.info: dict[str, Any] = {}
         self._model = model
         self._plain: LLM | None = None
 
     def run(self, schedule: Schedule) -> Row:
-        """Run a schedule, and return its row; the first one is the reference, and raises its errors."""
+        """Run a schedule, and return its row. The first schedule is the reference; its errors are raised."""
         self.row, self.notes = Row(schedule.name, schedule.what), list[str]()
         self._run = self._num_rows = 0
         begin, is_reference = time.perf_counter(), not self.expected
         try:
             schedule.run(self)
-        except Exception as error:  # the other rows are run after any error
+        except Exception as error:  # continue with the other rows after any error
             if is_reference:
                 raise
             ran = self.row
@@ -105,11 +199,7 @@ class Trial:
 
     @contextmanager
     def opened(self, **changes: Any) -> Iterator[LLM]:
-        """Open an engine with these options; without any, use the resident one, which schedules share.
-
-        Raises:
-            NotRun: it can't be opened.
-        """
+        """Open an engine with `changes`, or raise NotRun; without changes, use the resident engine."""
         llm = self.plain()
         if changes:
             self.close()
@@ -136,7 +226,7 @@ class Trial:
                 llm.close()
 
     def _params(self, number: int) -> SamplingParams:
-        """Return the parameters of one request, with a separate prefix cache for each run."""
+        """Return the parameters of one request, with a cache salt that separates the runs."""
         params = self.requests[number].params
         salt = f"verify/{self.row.name}/{self._run}"
         return params.replace(cache_salt=salt, draft=params.num_beams == 1)  # beams draw nothing
@@ -169,16 +259,16 @@ class Trial:
         label: str = "",
         expected: list[Result] | None = None,
     ) -> None:
-        """Compare the results of requests, by default with those of the requests run alone."""
+        """Compare results with `expected`, by default those of each request alone."""
         for at, number in enumerate(self.numbers if numbers is None else numbers):
-            before = self.expected[number] if expected is None else expected[at]
-            self.row.compare(number, self.requests[number].kind, before, found[at], label)
+            reference = self.expected[number] if expected is None else expected[at]
+            self.row.compare(number, self.requests[number].kind, reference, found[at], label)
 
     def check_batched(self) -> None:
-        """Raise NotRun if the engine ran the requests one by one."""
-        most = self.row.sequences_at_once
-        if most <= self.most_alone:
-            raise NotRun(f"no forward had more than {most} sequences, as in the reference")
+        """Raise NotRun if no forward had more sequences than when each request runs alone."""
+        num_at_once = self.row.sequences_at_once
+        if num_at_once <= self.max_alone:
+            raise NotRun(f"no forward had more than {num_at_once} sequences, as in the reference")
 
 
 def _joined(deltas: list[Delta]) -> Result:
@@ -199,7 +289,7 @@ def _joined(deltas: list[Delta]) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One row of the matrix. `run` adds its results and notes to the trial."""
+    """One row of the matrix. `run` adds results and notes to the trial."""
 
     name: str
     what: str
@@ -209,13 +299,13 @@ class Schedule:
 def _alone(trial: Trial) -> None:
     with trial.opened() as llm:
         trial.expected = trial.alone(llm, trial.numbers)
-    trial.most_alone = trial.row.sequences_at_once
+    trial.max_alone = trial.row.sequences_at_once
     outputs = [output for result in trial.expected for output in result.outputs]
     trial.row.num_tokens = sum(len(output.token_ids) for output in outputs)
 
 
 def _again(trial: Trial) -> None:
-    subset = trial.numbers[1::3]  # alone is slow
+    subset = trial.numbers[1::3]  # running requests alone is slow
     with trial.opened() as llm:
         trial.add(trial.alone(llm, subset), subset)
     trial.notes.append(f"{len(subset)} of the requests")
@@ -236,14 +326,14 @@ def _reordered(trial: Trial) -> None:
 
 
 def _prefix_hit(trial: Trial) -> None:
-    # Each prompt twice: the second waits for the first one's blocks, also with a live module.
+    # Each prompt twice: the second waits for the blocks of the first, even with a live module.
     twice = sorted(2 * trial.numbers)
     with trial.opened() as llm:
-        found = trial.together(llm, twice)
-    cached = sum(result.num_cached_tokens for result in found)
+        results = trial.together(llm, twice)
+    cached = sum(result.num_cached_tokens for result in results)
     if not cached:
         raise NotRun("no prompt is long enough to fill a KV block")
-    trial.add(found, twice)
+    trial.add(results, twice)
     trial.notes.append(f"{cached} prompt tokens cached")
 
 
@@ -261,15 +351,15 @@ def _streamed(trial: Trial) -> None:
 def _threads(trial: Trial) -> None:
     import torch
 
-    now = torch.get_num_threads()
-    counts = [count for count in (1, 3, os.cpu_count() or 1) if count != now]
+    current = torch.get_num_threads()
+    counts = [count for count in (1, 3, os.cpu_count() or 1) if count != current]
     counts = list(dict.fromkeys(counts))[:2]
     with trial.opened() as llm:
         for count in counts:
             with threads(count):
-                found = trial.together(llm, trial.numbers)
-            trial.add(found, label=f"{count} thread{'' if count == 1 else 's'}")
-    trial.notes.append(f"{' and '.join(map(str, counts))}, not {now}")
+                results = trial.together(llm, trial.numbers)
+            trial.add(results, label=f"{count} thread{'' if count == 1 else 's'}")
+    trial.notes.append(f"{' and '.join(map(str, counts))}, not {current}")
 
 
 def _chunked(trial: Trial) -> None:
@@ -282,7 +372,7 @@ def _chunked(trial: Trial) -> None:
 
 
 def _evicted(trial: Trial) -> None:
-    # Blocks for one and a half of the longest request, plus the scratch block.
+    # Blocks for 1.5 times the longest request, plus the scratch block.
     longest = max(request.num_tokens for request in trial.requests)
     trial.plain()
     blocks = -(-longest * 3 // (2 * _EVICTION_BLOCK)) + 3
@@ -306,7 +396,7 @@ def _drafted(trial: Trial) -> None:
 
 
 class _Oracle:
-    """A proposer of the reference's tokens with some wrong ones, so that drafts are accepted and rejected."""
+    """Proposes the reference's tokens with some wrong ones, so that drafts are accepted and rejected."""
 
     def __init__(self, expected: list[Result]) -> None:
         self._completions = {
@@ -394,10 +484,10 @@ def verify(
     num_threads: int | None = None,
     **options: Any,
 ) -> Report:
-    """Run the same requests alone and in every schedule, and compare them bit for bit.
+    """Run the same requests alone and in every schedule, and compare the results bit for bit.
 
-    `seed` determines the requests, their prompts (drawn from the vocabulary) and their seeds. The model is
-    opened several times, one after the other.
+    `seed` determines the requests: their prompts (drawn from the vocabulary) and their seeds. The model is
+    opened several times in succession.
 
     Args:
         model: as in `LLM`. A live module can't be offloaded or run in stages; those rows are "not run".
@@ -408,8 +498,8 @@ def verify(
         cluster: placement of the row "two-stages". None: two stages on this machine.
         num_threads: size of torch's thread pool, for all schedules except "threads".
         options: options of `LLM` for all schedules: tokenizer, config, revision, trust_remote_code, dtype,
-            device, deterministic (True gives the guarantee on a GPU), max_length, kv_dtype, quantization,
-            fused, adapters. Requests take the adapters, and none, in turn.
+            device, deterministic (on a GPU, True is needed for bit-identical outputs), max_length, kv_dtype,
+            quantization, fused, adapters. Requests select the adapters, and no adapter, in turn.
 
     Raises:
         InvalidRequest: an unknown option or schedule, or a number out of range.
@@ -424,7 +514,7 @@ def verify(
     if unknown is not None:
         raise InvalidRequest(f"only={unknown!r}: must be one of {', '.join(NAMES)}")
     num_threads = optional_integer("num_threads", num_threads)
-    chosen = [schedule for schedule in SCHEDULES if only is None or schedule.name in only]
+    selected = [schedule for schedule in SCHEDULES if only is None or schedule.name in only]
     trial = Trial(model, options, cluster or Cluster(stages=2))
     rows = []
     with threads(num_threads):
@@ -432,7 +522,7 @@ def verify(
             llm = trial.plain()
             trial.requests = make_requests(llm, tokens, seed)
             name, key = llm.name, trial.info["numerics_key"]
-            for schedule in (REFERENCE, *chosen):
+            for schedule in (REFERENCE, *selected):
                 rows.append(trial.run(schedule))
                 on_row(rows[-1])
         finally:

@@ -1,1 +1,1 @@
-"""Weights: lazy weights of any checkpoint format, reading and quantizing them."""
+"""Lazy weights of any checkpoint format: reading, quantizing, caching and updating them."""

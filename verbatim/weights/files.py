@@ -1,4 +1,4 @@
-"""Reading of files without the page cache, so that data is not in memory twice."""
+"""Direct file reads that bypass the page cache, so that data is not in memory twice."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ from torch import Tensor
 from verbatim.errors import TierFailed
 from verbatim.model.stored import Stamp, Stored, stamp_of
 
-PAGE = 4096  # offsets, lengths and addresses of direct reads are multiples of it
-CHUNK = 8 << 20  # bytes of one read
-_VIEWS = 1024  # buffers of one system call
+PAGE = 4096  # bytes; unit of the offsets, lengths and addresses of direct reads
+CHUNK = 8 << 20  # bytes per read
+_IOV_MAX = 1024  # buffers per system call
 
 
-def up(nbytes: int) -> int:
+def round_to_pages(nbytes: int) -> int:
     """Round `nbytes` up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
 class DirectFile:
-    """A file that is read, and perhaps written, without the page cache.
+    """A file that is read, and optionally written, without the page cache.
 
     Attributes:
-        nbytes: of the file, when it was opened.
-        direct: whole pages are moved with O_DIRECT. False where the file system does not support it: the
-            moved pages are then dropped from the page cache.
+        nbytes: size of the file when it was opened.
+        direct: whether O_DIRECT is used for whole pages. If the file system does not support it, the pages
+            are dropped from the page cache afterwards.
     """
 
     def __init__(self, path: Path, *, stamp: Stamp | None = None, fd: int | None = None) -> None:
-        """Args:
-        path: the file; messages name it, too.
-        stamp: the expected `stamp_of` the file; None: not checked.
-        fd: an open file without a name, which is read and written, and closed by `close`.
+        """Open a file.
+
+        Args:
+            path: the file, also named in messages.
+            stamp: the expected `stamp_of` the file; None: not checked.
+            fd: an open unnamed file to read and write, closed by `close`; None: open `path` for reading.
         """
         self.path = path
         self._stamp, self._direct = stamp, -1
@@ -63,25 +65,21 @@ class DirectFile:
             raise
 
     def check(self) -> None:
-        """Check that the file is unchanged.
-
-        Raises:
-            TierFailed: it was changed or replaced.
-        """
+        """Raise TierFailed if the file was changed or replaced."""
         if self._stamp is not None and stamp_of(self._fd) != self._stamp:
             raise TierFailed(f"{self.path} changed since the model was opened")
 
     def read(self, views: list[memoryview], offset: int, *, direct: bool = True) -> int:
-        """Fill `views`, one after the other, from `offset` on, as far as the file went when it was opened.
+        """Fill `views` in order from `offset` on, up to the size that the file had when opened.
 
         Args:
-            direct: past the page cache; all addresses and lengths and the offset are whole pages.
+            direct: bypass the page cache; all addresses, lengths and the offset are multiples of `PAGE`.
 
         Returns:
             The number of bytes read.
 
         Raises:
-            TierFailed: a system error, or the file is shorter now.
+            TierFailed: the read failed, or the file is shorter now.
         """
         needed = max(1, min(sum(map(len, views)), self.nbytes - offset))
         return self._move(os.preadv, "reading", views, offset, needed, direct=direct)
@@ -89,36 +87,34 @@ class DirectFile:
     def _move(
         self,
         move: Callable[[int, list[memoryview], int], int],
-        doing: str,
+        action: str,
         views: list[memoryview],
         offset: int,
         needed: int,
         *,
         direct: bool,
     ) -> int:
-        """Move at least `needed` bytes between the file and `views`, in order."""
+        """Read or write at least `needed` bytes, using `views` in order."""
         done, is_cached = 0, False
         while done < needed:
             direct = direct and self.direct and done % PAGE == 0
             try:
-                count = move(self._direct if direct else self._fd, views[:_VIEWS], offset + done)
+                count = move(self._direct if direct else self._fd, views[:_IOV_MAX], offset + done)
             except OSError as error:
-                if (
-                    direct and error.errno == errno.EINVAL
-                ):  # opened with O_DIRECT, but not supported
+                if direct and error.errno == errno.EINVAL:  # O_DIRECT is not supported after all
                     self.direct = False
                     continue
                 raise TierFailed(
-                    f"{doing} {self.path} at byte {offset + done} failed: {error.strerror or error}"
+                    f"{action} {self.path} at byte {offset + done} failed: {error.strerror or error}"
                 ) from error
             if not count:
                 raise TierFailed(
-                    f"{self.path} ends at byte {offset + done}, and {needed - done} bytes "
-                    "should follow: it was cut short since it was opened"
+                    f"{self.path} ends at byte {offset + done}, but {needed - done} bytes should "
+                    "follow: it was cut short since it was opened"
                 )
             done += count
             is_cached |= not direct
-            views = _behind(views, count)
+            views = _without_first(views, count)
         if is_cached:
             os.posix_fadvise(self._fd, offset, done, os.POSIX_FADV_DONTNEED)
         return done
@@ -132,19 +128,19 @@ class DirectFile:
 
 
 class OpenFiles:
-    """Files that are opened on first use, and closed together.
+    """Files that are opened on first use and closed together.
 
     Args:
-        held: open files that their owners close.
+        borrowed: open files to use as well; their owners close them.
     """
 
-    def __init__(self, *held: DirectFile | None) -> None:
-        self._held = {file.path: file for file in held if file is not None}
+    def __init__(self, *borrowed: DirectFile | None) -> None:
+        self._borrowed = {file.path: file for file in borrowed if file is not None}
         self._opened: dict[Path, DirectFile] = {}
 
     def of(self, path: Path, stamp: Stamp | None = None) -> DirectFile:
-        """Return the open file; TierFailed if it can't be opened, or its stamp differs."""
-        file = self._held.get(path) or self._opened.get(path)
+        """Return the open file; raise TierFailed if it can't be opened, or has another stamp."""
+        file = self._borrowed.get(path) or self._opened.get(path)
         if file is None:
             file = self._opened[path] = DirectFile(path, stamp=stamp)
         return file
@@ -161,8 +157,8 @@ class OpenFiles:
         self._opened = {}
 
 
-def _behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Return the rest of `views` after `nbytes` bytes."""
+def _without_first(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """Return `views` without their first `nbytes` bytes."""
     for i, view in enumerate(views):
         if nbytes < len(view):
             return [view[nbytes:], *views[i + 1 :]]
@@ -171,13 +167,13 @@ def _behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def pages(nbytes: int) -> Tensor:
-    """Return `nbytes` of uint8 memory, zeros, aligned to a page.
+    """Return `nbytes` of page-aligned memory, uint8 zeros.
 
-    It is in huge pages where the system has them: a direct read then takes a few large requests in place of
-    many small ones, and less processor time.
+    Huge pages are used if available: a direct read then takes a few large requests instead of many small
+    ones, and less CPU time.
 
     Raises:
-        MemoryError: there is no such amount.
+        MemoryError: there is not enough memory.
     """
     try:
         memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -190,47 +186,44 @@ def pages(nbytes: int) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
+    """Return a view of the bytes of a contiguous tensor."""
     array: Any = tensor.view(torch.uint8).flatten().numpy()
     return memoryview(array)
 
 
 def buffer_bytes(nbytes: int) -> int:
-    """Return the bytes of a buffer through which `read_into` reads tensors of at most `nbytes`."""
-    return up(min(nbytes + PAGE, CHUNK + PAGE))
+    """Return the size of a buffer through which `read_into` reads tensors of at most `nbytes`."""
+    return round_to_pages(min(nbytes + PAGE, CHUNK + PAGE))
 
 
 def read_into(out: npt.NDArray[np.uint8], stored: Stored, file: DirectFile, buffer: Tensor) -> int:
-    """Read one tensor of a file, through a buffer of whole pages.
+    """Read a tensor from a file, through a buffer of whole pages.
 
     Args:
-        out: array of its bytes. numpy copies them in this thread; torch would use all threads.
+        out: destination of its bytes. numpy copies in this thread only; torch would use all threads.
 
     Returns:
         The number of bytes read.
 
     Raises:
-        TierFailed: it can't be read.
+        TierFailed: the file can't be read.
     """
     view, done, total = bytes_of(buffer), 0, 0
     while done < stored.nbytes:
         at = (stored.offset + done) // PAGE * PAGE
         skip = stored.offset + done - at
-        wanted = min(stored.nbytes - done, len(view) - skip)
-        total += file.read([view[: up(skip + wanted)]], at)
-        np.copyto(out[done : done + wanted], np.asarray(view[skip : skip + wanted]))
-        done += wanted
+        count = min(stored.nbytes - done, len(view) - skip)
+        total += file.read([view[: round_to_pages(skip + count)]], at)
+        np.copyto(out[done : done + count], np.asarray(view[skip : skip + count]))
+        done += count
     return total
 
 
 def read_whole(stored: Stored, file: DirectFile | None = None) -> Tensor:
-    """Read one tensor of a file without the page cache.
+    """Read a tensor from a file without the page cache; raise TierFailed if that fails.
 
     Args:
         file: the open file; None: opened by its path.
-
-    Raises:
-        TierFailed: it can't be read.
     """
     out = torch.empty(stored.nbytes, dtype=torch.uint8)
     opened = DirectFile(stored.path, stamp=stored.stamp) if file is None else file

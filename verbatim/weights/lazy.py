@@ -1,31 +1,36 @@
-"""Lazy weights: which tensors of a checkpoint a parameter is computed from, and how.
+"""Lazy weights: the tensors of a checkpoint from which a parameter is computed, and the computation.
 
-A checkpoint seldom holds a model's parameters as they are: names changed over the years, experts are stored
-one by one and stacked, dtypes are converted. transformers implements all of that. It is therefore given a
-state dict of `Traced` tensors, which have no data and record the operators that are applied to them. What it
-then assigns to the module are lazy weights, which `materialize` reads and computes.
+The tensors of a checkpoint rarely match a model's parameters: they have old names, experts are stored one by
+one and must be stacked, dtypes are converted. transformers implements all of that. It is given a state dict
+of `Traced` tensors, which have no data and record the operators applied to them. The parameters that it
+assigns to the module are then lazy weights, which `materialize` reads and computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from verbatim.kernels.packing import WeightPacking
+from verbatim.model.quantizable import choose_packings, packable_of
 from verbatim.model.stored import Stored as Stored
+from verbatim.quantization.formats import Quantization
+from verbatim.quantization.matrix import unpack
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The result of a function, `func(*args, **kwargs)`, with lazy weights in place of tensors.
+    """The result of `func(*args, **kwargs)`, with lazy weights in place of tensor arguments.
 
     Attributes:
-        index: of several results; None: there is one.
-        shape, dtype: of the result; None of torch's operators, which are traced.
+        index: index of this result if `func` returns several; None if it returns one.
+        shape, dtype: shape and dtype of the result; None if `func` is a traced torch operator.
+        packing: how the bytes that `func` returns are unpacked; None: `func` returns the values.
     """
 
     func: Any
@@ -34,38 +39,39 @@ class Computed:
     index: int | None = None
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
+    packing: WeightPacking | None = None
 
     def __hash__(self) -> int:
         return id(self)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class InMemory:
     """A tensor in memory."""
 
     tensor: Tensor
 
 
-LazyWeight = Stored | Computed | Held
-Cut = tuple[int, int, int]  # a dimension of a weight, and the range of it that is kept
+LazyWeight = Stored | Computed | InMemory
+Cut = tuple[int, int, int]  # (dimension of a weight, begin and end of the range to keep)
 
-_AT_ONCE = 1 << 20  # bytes that are compared
+_COMPARED_BYTES = 1 << 20  # per comparison
 _aten = torch.ops.aten
-_SAME = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh.default})
+_IDENTITIES = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh.default})
 
 
 class Traced(Tensor):
-    """A tensor without data that records the operators it comes from."""
+    """A tensor without data that records the operators it was computed with."""
 
     lazy: LazyWeight
 
     @staticmethod
     def __new__(cls, lazy: LazyWeight, like: Tensor) -> Traced:
-        made: Traced = torch.Tensor._make_wrapper_subclass(
+        tensor: Traced = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu")
         )
-        made.lazy = lazy
-        return made
+        tensor.lazy = lazy
+        return tensor
 
     def __init__(self, lazy: LazyWeight, like: Tensor) -> None: ...
 
@@ -79,7 +85,7 @@ class Traced(Tensor):
         kwargs = dict(kwargs or {})
         if func is _aten.equal.default:  # transformers compares weights that may be tied
             return same_numbers(*map(lazy_of, args))
-        shapes = tree_map(_without_numbers, (args, kwargs))
+        shapes = tree_map(_meta_like, (args, kwargs))
         if "device" in kwargs:
             shapes[1]["device"] = torch.device("meta")
             del kwargs["device"]  # the device is chosen when the weight is read
@@ -87,7 +93,7 @@ class Traced(Tensor):
         out = func(*shapes[0], **shapes[1])
         of_args, of_kwargs = tree_map(lazy_of, (args, kwargs))
         if isinstance(out, Tensor):
-            if func in _SAME:
+            if func in _IDENTITIES:
                 return Traced(of_args[0], out)
             if func is _aten._to_copy.default and out.dtype == args[0].dtype:
                 return Traced(of_args[0], out)
@@ -97,49 +103,51 @@ class Traced(Tensor):
         )
 
 
-def _without_numbers(x: Any) -> Any:
+def _meta_like(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return x
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def lazy_of(x: Any) -> Any:
-    """Return the lazy weight of a tensor, which may be in memory; anything else as it is."""
-    held = Held(x) if isinstance(x, Tensor) else x
-    return x.lazy if isinstance(x, Traced) else held
+    """Return the lazy weight of a tensor; return any other value unchanged."""
+    in_memory = InMemory(x) if isinstance(x, Tensor) else x
+    return x.lazy if isinstance(x, Traced) else in_memory
 
 
 def same_numbers(a: LazyWeight, b: LazyWeight) -> bool:
-    """Return whether two lazy weights are equal, which transformers then ties.
+    """Return whether two lazy weights have equal values, so that transformers ties them.
 
-    False for two computed ones, which stay apart.
+    Computed weights count as equal only if the same computation is applied to the same tensors.
     """
     if a == b:
         return True
-    if isinstance(a, Held) and isinstance(b, Held):
+    if isinstance(a, InMemory) and isinstance(b, InMemory):
         return a.tensor.dtype == b.tensor.dtype and torch.equal(a.tensor, b.tensor)
     if not (isinstance(a, Stored) and isinstance(b, Stored)):
         return False
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    with a.path.open("rb") as one, b.path.open("rb") as other:
-        one.seek(a.offset)
-        other.seek(b.offset)
-        for begin in range(0, a.nbytes, _AT_ONCE):
-            wanted = min(_AT_ONCE, a.nbytes - begin)
-            if one.read(wanted) != other.read(wanted):
+    # Read in pieces: a file larger than memory can't be mapped, and reading a map of one that is cut short
+    # would end the process.
+    with a.path.open("rb") as a_file, b.path.open("rb") as b_file:
+        a_file.seek(a.offset)
+        b_file.seek(b.offset)
+        for begin in range(0, a.nbytes, _COMPARED_BYTES):
+            count = min(_COMPARED_BYTES, a.nbytes - begin)
+            if a_file.read(count) != b_file.read(count):
                 return False
     return True
 
 
 def traced(lazy: LazyWeight) -> Traced:
-    """Return a tensor without data for one in a file or in memory, or one that a decoder computes."""
-    like: Any = lazy.tensor if isinstance(lazy, Held) else lazy
+    """Return a tensor without data for a lazy weight with a shape and a dtype."""
+    like: Any = lazy.tensor if isinstance(lazy, InMemory) else lazy
     return Traced(lazy, torch.empty(like.shape, dtype=like.dtype, device="meta"))
 
 
 def sources(lazy: LazyWeight) -> list[Stored]:
-    """Return the tensors that must be read, once each, in the order of use."""
+    """Return the stored tensors that a lazy weight reads, once each, in the order of use."""
     return list(dict.fromkeys(_walk(lazy)))
 
 
@@ -155,44 +163,42 @@ def _walk(part: Any) -> Iterator[Stored]:
 
 
 def materialize(lazy: LazyWeight, read: Callable[[Stored], Tensor]) -> Tensor:
-    """Compute a parameter; `read` returns the data of a tensor in a file."""
-    done: dict[int, Any] = {}
+    """Compute a parameter; `read` returns the data of a stored tensor."""
+    results: dict[int, Any] = {}
 
     def run(part: Computed) -> Any:
-        # Nothing else holds its arguments, which are freed when it returns.
-        return part.func(
+        # Only this call refers to the arguments, so they are freed when it returns.
+        result = part.func(
             *(value(a) for a in part.args), **{name: value(a) for name, a in part.kwargs.items()}
         )
+        return result if part.packing is None else unpack(result.flatten(), part.packing)
 
     def value(part: Any) -> Any:
         if isinstance(part, Stored):
             return read(part)
-        if isinstance(part, Held):
+        if isinstance(part, InMemory):
             return part.tensor
         if isinstance(part, Computed):
             if part.index is None:
                 return run(part)
-            key = id(part.args)  # shared by all results of one call, which runs once
-            if key not in done:
-                done[key] = run(part)
-            return done[key][part.index]
+            key = id(part.args)  # shared by all results of a call, which runs once
+            if key not in results:
+                results[key] = run(part)
+            return results[key][part.index]
         if isinstance(part, list | tuple):
             return type(part)(value(inner) for inner in part)
         return part
 
     try:
         with torch.no_grad():
-            made: Tensor = value(lazy)
+            output: Tensor = value(lazy)
     finally:
-        done.clear()  # `value` is a reference cycle, which would keep the tensors alive
-    return made
+        results.clear()  # `value` is a reference cycle, which would keep the tensors alive
+    return output
 
 
 def rows_can_be_read(lazy: LazyWeight) -> bool:
-    """Return whether each row of a matrix is a row of a stored one, or a row in another dtype.
-
-    The rows of several tensors may follow one another.
-    """
+    """Return whether each row of a matrix is a row of a stored tensor, or one converted to another dtype."""
     row = rows_of(lazy, 0, 1)
     while isinstance(row, Computed) and row.func is _aten._to_copy.default:
         row = row.args[0]
@@ -200,20 +206,15 @@ def rows_can_be_read(lazy: LazyWeight) -> bool:
 
 
 def rows_of(lazy: LazyWeight, begin: int, end: int) -> LazyWeight | None:
-    """Return the lazy weight of the entries `begin` to `end` of the first dimension.
-
-    None if they are not separate in the file.
-    """
+    """Return the entries `begin` to `end` of the first dimension; None if they can't be read separately."""
     if isinstance(lazy, Stored):
         width = lazy.nbytes // lazy.shape[0]
-        return Stored(
-            f"{lazy.name}[{begin}:{end}]",
-            lazy.path,
-            lazy.offset + begin * width,
-            (end - begin) * width,
-            lazy.dtype,
-            (end - begin, *lazy.shape[1:]),
-            lazy.stamp,
+        return replace(
+            lazy,
+            name=f"{lazy.name}[{begin}:{end}]",
+            offset=lazy.offset + begin * width,
+            nbytes=(end - begin) * width,
+            shape=(end - begin, *lazy.shape[1:]),
         )
     if not isinstance(lazy, Computed) or not lazy.args:
         return None
@@ -243,10 +244,10 @@ def rows_of(lazy: LazyWeight, begin: int, end: int) -> LazyWeight | None:
 
 
 def pieces_of(lazy: LazyWeight, leading: int = 1) -> list[LazyWeight]:
-    """Return the lazy weights whose data, concatenated, is that of one entry of `rows_of`.
+    """Split one entry of `rows_of` into lazy weights that contain the same data when concatenated.
 
     Args:
-        leading: number of first dimensions of size 1.
+        leading: number of leading dimensions of size 1.
     """
     if not isinstance(lazy, Computed) or lazy.func not in (_aten.stack.default, _aten.cat.default):
         return [lazy]
@@ -255,3 +256,66 @@ def pieces_of(lazy: LazyWeight, leading: int = 1) -> list[LazyWeight]:
         return [lazy]
     inside = 0 if lazy.func is _aten.stack.default else leading
     return [piece for part in parts for piece in pieces_of(part, inside)]
+
+
+def stored_packing(lazy: LazyWeight) -> tuple[WeightPacking, LazyWeight] | None:
+    """Return the packing of a weight in its file, and the lazy weight of its packed bytes; None if unpacked.
+
+    A stack or concatenation of packed matrices along any dimension but K is packed, too, and so is a packed
+    matrix with reordered rows.
+    """
+    if not isinstance(lazy, Computed):
+        return None
+    if lazy.packing is not None:
+        return lazy.packing, replace(lazy, packing=None)
+    if lazy.func is _aten.index_select.default:
+        source, dim, order = lazy.args
+        stored = stored_packing(source)
+        if dim or stored is None or stored[0].columns:
+            return None
+        return stored[0], replace(lazy, args=(stored[1], dim, order))
+    if lazy.func not in (_aten.stack.default, _aten.cat.default):
+        return None
+    pairs = [pair for part in lazy.args[0] if (pair := stored_packing(part)) is not None]
+    packings, parts = [packing for packing, _ in pairs], [part for _, part in pairs]
+    if len(pairs) < len(lazy.args[0]) or packings[0].columns:
+        return None
+    dim, first = lazy.args[1] if len(lazy.args) > 1 else 0, packings[0]
+    shape = list(first.shape)
+    if not 0 <= dim <= len(shape) - 2:
+        return None
+    if lazy.func is _aten.stack.default:
+        shape.insert(dim, len(packings))
+    else:
+        shape[dim] = sum(packing.shape[dim] for packing in packings)
+    if any(replace(packing, shape=first.shape) != first for packing in packings):
+        return None
+    return replace(first, shape=tuple(shape)), replace(lazy, args=(parts, dim))
+
+
+def packings_of(
+    module: nn.Module,
+    lazy_weights: Mapping[nn.Parameter, LazyWeight],
+    quantization: Quantization | None,
+) -> dict[nn.Parameter, WeightPacking]:
+    """Return the packing of every weight to be held packed, without reading data.
+
+    A weight that is stored packed keeps its packing if its layer supports it, unless `quantization` has fewer
+    bits for it, or quantizes activations. Raises the errors of `choose_packings`.
+    """
+    packings = {} if quantization is None else choose_packings(module, quantization)
+    packable = packable_of(module)
+    for parameter, lazy in lazy_weights.items():
+        stored, requested = stored_packing(lazy), packings.get(parameter)
+        if stored is None or stored[0].columns is not packable.get(parameter):
+            continue
+        fewer = requested and requested.rows.bits < stored[0].rows.bits
+        if not fewer and not (requested and requested.interleaved):
+            packings[parameter] = stored[0]
+    return packings
+
+
+def stored_as(lazy: LazyWeight, packing: WeightPacking | None) -> LazyWeight | None:
+    """Return the lazy weight of a weight's packed bytes, if it is stored in this packing; else None."""
+    stored = stored_packing(lazy)
+    return stored[1] if stored is not None and stored[0] == packing else None

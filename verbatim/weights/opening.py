@@ -1,4 +1,4 @@
-"""Opening the files of a model without reading its weights, also once more in another process."""
+"""Opens the files of a model without reading its weights, here or again in another process."""
 
 from __future__ import annotations
 
@@ -7,30 +7,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from verbatim import storyteller
+from verbatim.common.files import hub_arguments
+from verbatim.common.untrusted import read_json, refuse_lfs_pointer, shards_of
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
-from verbatim.files import hub_arguments
 from verbatim.model.dcp.checkpoint import find_dcp
 from verbatim.model.loader import (
     HUB_ID,
     LoadedModel,
     ModelSource,
+    empty_module,
     quantization_of,
     read_config,
     read_modelopt_config,
     resolve_dtype,
 )
-from verbatim.model.quantization import Quantization
-from verbatim.untrusted import read_json, refuse_lfs_pointer, shards_of
-from verbatim.weights.adapter import read_folder
-from verbatim.weights.dcp import config_from_dict, dcp_files
+from verbatim.quantization.formats import Quantization
+from verbatim.weights.adapter import merge_experts, read_folder
+from verbatim.weights.dcp import config_from_dict, open_dcp
 from verbatim.weights.formats import decode, forget_quantization, reader_of
-from verbatim.weights.gguf import find_gguf, gguf_files
-from verbatim.weights.lazy import Traced, traced
-from verbatim.weights.lora import merge_experts
-from verbatim.weights.skeleton import INDEX, USUAL, ModelFiles, is_pickle, tensors_of, weight_files
+from verbatim.weights.formats.gguf import find_gguf, open_gguf
+from verbatim.weights.lazy import traced
+from verbatim.weights.skeleton import (
+    INDEX,
+    WEIGHT_FILES,
+    fill,
+    finish,
+    is_pickle,
+    tensors_of,
+    weight_files,
+)
 
 ADAPTER = "adapter_config.json"
 
@@ -38,15 +44,16 @@ ADAPTER = "adapter_config.json"
 def open_files(
     source: ModelSource, tokenizer: Any = None, *, in_memory: bool = False
 ) -> LoadedModel:
-    """Open a DCP folder, a GGUF file, a folder in Hugging Face's format or a hub id; None: the storyteller.
+    """Open a DCP folder, a GGUF file, a Hugging Face folder or a hub id, or by default the storyteller.
 
     Args:
         tokenizer: a transformers tokenizer; None: the model's own; False: none.
-        in_memory: the weights will be in this process's memory, so formats that are read whole are accepted.
+        in_memory: whether this process will hold all weights, so that formats that can only be read whole
+            are accepted.
 
     Raises:
-        ModelError, UnsupportedModel, NotSupported: it can't be opened.
-        InvalidRequest: a config for another format than DCP.
+        ModelError, UnsupportedModel, NotSupported: the model can't be opened.
+        InvalidRequest: `source.config` is given for another format than DCP.
     """
     model, is_default = source.model, source.model is None
     dcp = None if is_default else find_dcp(model)
@@ -58,20 +65,21 @@ def open_files(
         )
     gguf = None if is_default or dcp is not None else find_gguf(model)
     if dcp is not None:
-        files = dcp_files(dcp, source, with_config=not in_memory)
-    elif gguf is not None:
-        source = replace(source, trust_remote_code=False)
-        files = gguf_files(gguf, source.dtype, in_memory=in_memory)
-    elif is_default:
-        files = _folder(replace(source, model=storyteller.path()), in_memory)
-        files.name = "storyteller"
-    else:
-        files = _folder(source, in_memory)
-    return files.open(source, tokenizer, in_memory=in_memory or dcp is not None)
+        return open_dcp(dcp, source, tokenizer, with_config=not in_memory)
+    if gguf is not None:
+        return open_gguf(gguf, source, tokenizer, in_memory=in_memory)
+    if is_default:
+        source = replace(source, model=storyteller.path())
+    loaded = _open_folder(source, tokenizer, in_memory)
+    if is_default:
+        loaded.name = "storyteller"
+    return loaded
 
 
-def _folder(source: ModelSource, in_memory: bool) -> ModelFiles:
-    """Return the files of a folder in Hugging Face's format, of a hub id, or of an adapter and its base."""
+def _open_folder(
+    source: ModelSource, tokenizer: Any, in_memory: bool, adapter: Path | None = None
+) -> LoadedModel:
+    """Open a Hugging Face folder or a hub id, possibly with the folder of an adapter to merge into it."""
     named = os.fspath(source.model)
     where: dict[str, Any] = {"trust_remote_code": source.trust_remote_code}
     folder, hub = None, dict[str, Any]()
@@ -80,11 +88,12 @@ def _folder(source: ModelSource, in_memory: bool) -> ModelFiles:
         folder = Path(named).resolve()
         if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
             base, revision = _base_of(folder)
-            files = _folder(replace(source, model=base, revision=revision), in_memory)
-            base_tokenizer = files.open_tokenizer
-            files.name, files.adapter = named, read_folder(folder)
-            files.open_tokenizer = lambda: _tokenizer(named, where) or base_tokenizer()
-            return files
+            if tokenizer is None:
+                tokenizer = _tokenizer(named, where)  # if it has none, its base model's is used
+            base_source = replace(source, model=base, revision=revision)
+            loaded = _open_folder(base_source, tokenizer, in_memory, folder)
+            loaded.name = named
+            return loaded
         _check_folder(Path(named))
     elif not HUB_ID.match(named) or os.path.exists(named):
         raise ModelError(f"no model at {named!r}: neither a folder nor a hub id such as org/name")
@@ -93,51 +102,42 @@ def _folder(source: ModelSource, in_memory: bool) -> ModelFiles:
         where |= hub
     config = read_config(named, where)
     if (quantization := quantization_of(config)) is not None:
-        reader_of(named, quantization)  # refused before anything is fetched
-    dtype = resolve_dtype(source.dtype, config)
-    # The file of weights that the config names instead of the usual ones.
+        reader_of(named, quantization)  # refuses a format before anything is fetched
+    dtype = resolve_dtype(source.dtype, getattr(config, "dtype", None))
+    # The config may name a weight file in place of the usual ones.
     file = getattr(config, "transformers_weights", None)
     if folder is None:
-        folder = _fetched(named, hub, in_memory, file).resolve()
+        folder = _download(named, hub, in_memory, file).resolve()
         read_modelopt_config(folder, config)
     weights, quantization = weight_files(folder, file), quantization_of(config)
     if not weights or (is_pickle(weights[0]) and (quantization is not None or not in_memory)):
         is_plain = quantization is None
-        reader = "this placement reads" if is_plain else "a quantized checkpoint is read from"
+        reader = "this placement needs" if is_plain else "a quantized checkpoint needs"
         raise NotSupported(
-            f"{reader} {file or 'model.safetensors or its shards'}, and {folder} has none; load the model "
-            "with transformers and save it with save_pretrained"
+            f"{reader} {file or 'model.safetensors or its shards'}, which {folder} lacks; load "
+            "the model with transformers and save it with save_pretrained"
         )
     if quantization is not None:
         forget_quantization(config)
-
-    def tensors(_: Any) -> tuple[dict[str, Traced], torch.dtype]:
-        table = tensors_of(weights)
-        if quantization is not None:
-            table = decode(folder, table, quantization, dtype)
-        if files.adapter is not None:
-            files.adapter, table = merge_experts(files.adapter, table, dtype)
-        return {name: traced(lazy) for name, lazy in table.items()}, dtype
-
-    files = ModelFiles(
-        named,
-        folder,
-        config,
-        tensors,
-        lambda: _tokenizer(named, where),
-        lambda *_: _generation_config(folder, config),
-        weights=weights,
-        is_plain=quantization is None,
-    )
-    return files
+    merged = None if adapter is None else read_folder(adapter)
+    if tokenizer is None:
+        tokenizer = _tokenizer(named, where)
+    empty = empty_module(folder, config, source.trust_remote_code)
+    table = tensors_of(weights)
+    if quantization is not None:
+        table = decode(folder, table, quantization, dtype)
+    if merged is not None:
+        merged, table = merge_experts(merged, table, dtype)
+    tensors, is_plain = {name: traced(lazy) for name, lazy in table.items()}, quantization is None
+    module, unused = fill(folder, empty, tensors, dtype, weights, is_plain=is_plain)
+    generation = _generation_config(folder, config)
+    loaded = LoadedModel(module, tokenizer or None, generation, named, folder=folder)
+    loaded.files, loaded.wrapper = weights, config
+    return finish(loaded, unused, source, in_memory=in_memory, adapter=merged)
 
 
 def _base_of(adapter: Path) -> tuple[str, str | None]:
-    """Return the base model of a PEFT adapter, and its revision.
-
-    Raises:
-        ModelError: adapter_config.json names none that is there.
-    """
+    """Return the base model of a PEFT adapter, a folder or hub id, and its revision."""
     for path in adapter.iterdir():
         refuse_lfs_pointer(path)
     config = read_json(adapter / ADAPTER)
@@ -157,7 +157,7 @@ def _base_of(adapter: Path) -> tuple[str, str | None]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Check a folder before anything is read: pointers of Git LFS, invalid JSON, missing shards."""
+    """Refuse a folder that lacks its config or weights, or has an adapter, invalid JSON or LFS pointers."""
     config = folder / "config.json"
     if not config.is_file():
         raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
@@ -170,13 +170,8 @@ def _check_folder(folder: Path) -> None:
         raise ModelError(f"{folder} holds no weights (model.safetensors or pytorch_model.bin)")
 
 
-def _fetched(source: str, hub: dict[str, Any], in_memory: bool, named: str | None) -> Path:
-    """Return the folder of a hub id, with its weights, fetched if missing.
-
-    Args:
-        hub: the result of `hub_arguments`.
-        named: the file of weights that the config names instead of the usual ones.
-    """
+def _download(source: str, hub: dict[str, Any], in_memory: bool, named: str | None) -> Path:
+    """Return the local folder of a hub id, after downloading what is missing; `hub`: see `hub_arguments`."""
     from huggingface_hub import snapshot_download
 
     def fetch(*patterns: str) -> Path:
@@ -184,7 +179,7 @@ def _fetched(source: str, hub: dict[str, Any], in_memory: bool, named: str | Non
 
     try:
         folder = fetch("*.json", "*.py")
-        for name in USUAL[: 1 + in_memory] if named is None else (named,):
+        for name in WEIGHT_FILES[: 1 + in_memory] if named is None else (named,):
             index = folder / (name if name.endswith(INDEX) else name + INDEX)
             fetch(*(shards_of(index) if index.is_file() else [name]))
             if weight_files(folder, named):
@@ -192,7 +187,7 @@ def _fetched(source: str, hub: dict[str, Any], in_memory: bool, named: str | Non
         return folder
     except ModelError:
         raise
-    except Exception as error:  # of the network, the hub or the disk
+    except Exception as error:  # from the network, the hub or the disk
         raise ModelError(f"{source}: {first_line(error)}") from error
 
 
@@ -208,11 +203,7 @@ def _generation_config(folder: Path, config: Any) -> Any:
 
 
 def _tokenizer(source: str, where: dict[str, Any]) -> Any:
-    """Return the folder's tokenizer, or None without tokenizer files.
-
-    Raises:
-        ModelError: the files can't be read.
-    """
+    """Return the tokenizer of a folder or hub id, or None if the folder has no tokenizer files."""
     from verbatim.text.tokenizer import Tokenizer, has_tokenizer_files
 
     if os.path.isdir(source) and not has_tokenizer_files(Path(source)):
@@ -225,11 +216,7 @@ def _tokenizer(source: str, where: dict[str, Any]) -> Any:
 
 
 def reopen(source: ModelSource) -> LoadedModel:
-    """Open a model with lazy weights and without a tokenizer.
-
-    Raises:
-        ModelError, NotSupported: it can't be opened here.
-    """
+    """Open a model that another process has opened, with lazy weights and no tokenizer."""
     config = None if source.config is None else config_from_dict(source.config)
     loaded = open_files(replace(source, config=config), False)
     if source.quantization is not None:

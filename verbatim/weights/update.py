@@ -1,13 +1,12 @@
 """In-place weight updates of an open model: all tensors, or none if one is invalid.
 
-`NewWeights` checks tensors against the whole model. A `WeightWriter` writes them to a module that may hold
-only some of them, ranges of them, or quantized ones.
+`NewWeights` checks tensors against the whole model. A `WeightWriter` writes them to a module, which may hold
+only some of the weights, ranges of them, or quantized weights.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,36 +16,33 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
+from verbatim.kernels.packing import WeightPacking
+from verbatim.model.dcp.checkpoint import plain_name
 from verbatim.model.loader import ModelSource
-from verbatim.model.packed import packed_buffers
 from verbatim.model.patching import exclusive
-from verbatim.model.quantize import pack_and_measure
+from verbatim.model.quantized import quantized_weights
 from verbatim.model.shard import Columns
 from verbatim.model.stored import read_stored, stored_in
-from verbatim.model.weight_packing import WeightPacking
+from verbatim.quantization.matrix import pack_and_measure
 from verbatim.weights.lazy import Cut
 from verbatim.weights.load import open_weights
 from verbatim.weights.opening import ADAPTER, open_files
 
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | os.PathLike[str] | nn.Module
 
-# Prefixes that wrappers add to parameter names.
-_WRAPPERS = re.compile(
-    r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^(module\.)+"
-)
 _THREADS = 2
 _MESSAGE_BYTES = 256 * 2**20
-_SHOWN = 3  # names in an error message
+_MAX_SHOWN = 3  # names in an error message
 
 
 def named_weights(weights: Weights) -> dict[str, Tensor]:
     """Return the tensors of `weights`, by name.
 
-    An iterator is consumed, and its plain tensors are copied, as the sender may reuse one buffer.
+    An iterator is consumed, and its plain tensors are copied, since the sender may reuse one buffer.
 
     Raises:
-        InvalidRequest: an unsupported type, or a duplicate name.
-        ModelError: a folder or file that can't be read.
+        InvalidRequest: the type is not supported, or a name occurs twice.
+        ModelError: a folder or file can't be read.
     """
     if isinstance(weights, nn.Module):
         return dict(weights.state_dict())
@@ -60,15 +56,15 @@ def named_weights(weights: Weights) -> dict[str, Tensor]:
             "folder of safetensors files, or a module"
         )
     is_iterator = isinstance(weights, Iterator)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for pair in weights:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise InvalidRequest("weights must come as pairs of a name and a tensor")
-        if pair[0] in found:
+        if pair[0] in tensors:
             raise InvalidRequest(f"weights name {pair[0]} twice")
         reused = is_iterator and type(pair[1]) is Tensor
-        found[pair[0]] = pair[1].clone() if reused else pair[1]
-    return found
+        tensors[pair[0]] = pair[1].clone() if reused else pair[1]
+    return tensors
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -81,22 +77,22 @@ def _read(path: Path) -> dict[str, Tensor]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(f.is_file() and f.suffix == ".safetensors" for f in files):
         raise ModelError(f"{path} is neither a folder of safetensors files nor one such file")
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in files:
         stored = stored_in(file)
-        for name in sorted(found.keys() & stored.keys()):
+        for name in sorted(tensors.keys() & stored.keys()):
             raise ModelError(f"{file} holds {name}, which another file holds as well")
-        found |= {name: read_stored(one) for name, one in stored.items()}
-    return found
+        tensors |= {name: read_stored(one) for name, one in stored.items()}
+    return tensors
 
 
 class NewWeights:
-    """Weights checked against a whole model before any is written.
+    """New weights, checked against a whole model before any is written.
 
     Args:
-        targets: the state dict of the model with its own tensors (`keep_vars=True`), as it is or as a
-            skeleton has it; or the model itself.
-        tensors: one for each of them, by the same names; prefixes of wrappers such as
+        targets: the model or its skeleton, or its state dict with the module's own tensors
+            (`keep_vars=True`).
+        tensors: a new tensor for each target, by the same names; prefixes of wrappers such as
             DistributedDataParallel and torch.compile are ignored. One of several tied weights is enough.
         check_finite: refuse NaN and infinity, also after conversion to the model's dtype.
 
@@ -106,7 +102,7 @@ class NewWeights:
     Raises:
         InvalidRequest: a name is missing or unknown, a shape or dtype doesn't fit, tied weights differ, or a
             number is not finite.
-        NotSupported: tensors that are sharded, quantized, sparse or without data.
+        NotSupported: a tensor is sharded, quantized, sparse or without data.
     """
 
     def __init__(
@@ -118,25 +114,27 @@ class NewWeights:
     ) -> None:
         if isinstance(targets, nn.Module):
             targets = targets.state_dict(keep_vars=True)
-        targets = {_plain(name): target for name, target in targets.items()}
-        given: dict[str, Tensor] = {}
+        targets = {plain_name(name): target for name, target in targets.items()}
+        new_tensors: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             if not isinstance(name, str):
                 raise InvalidRequest(f"weights: {name!r} is not a name")
-            if _plain(name) in given:
-                raise InvalidRequest(f"weights name {_plain(name)} twice")
-            given[_plain(name)] = _plain_tensor(name, tensor)
-        _check_names(given, targets)
+            if plain_name(name) in new_tensors:
+                raise InvalidRequest(f"weights name {plain_name(name)} twice")
+            new_tensors[plain_name(name)] = _plain_tensor(name, tensor)
+        _check_names(new_tensors, targets)
         tied: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
-        for name, tensor in given.items():
+        for name, tensor in new_tensors.items():
             _check_fit(name, tensor, targets[name], check_finite)
             first = tied.setdefault(_place(targets[name]), (name, tensor))
             if not _same(first[1], tensor):
-                raise InvalidRequest(f"weights: {first[0]} and {name} are tied here, and differ")
+                raise InvalidRequest(
+                    f"weights: {first[0]} and {name} are tied in this model, but differ"
+                )
         self.tensors = {name: tied[_place(target)][1] for name, target in targets.items()}
 
     def messages(self, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors of these names, tied ones by each of their names, in pieces of bounded size."""
+        """Yield the tensors of `names` in dicts of bounded size; tied weights come under each name."""
         piece: dict[str, Tensor] = {}
         size = 0
         for name in names:
@@ -146,24 +144,24 @@ class NewWeights:
                 piece, size = {}, 0
             piece[name] = tensor
             size += tensor.nbytes
-        yield piece  # at least one, which may be empty
+        yield piece  # even if it is empty: there is at least one message
 
 
 class WeightWriter:
     """Writes new weights to a module in place; its tensors keep their memory.
 
     Args:
-        module: holds some of a model's weights, by the model's names.
-        cuts: the range that it holds of each weight of which it doesn't hold all.
-        whole: it holds all weights; else those without memory are left out.
+        module: module that holds some of a model's weights, under the model's names.
+        cuts: the range of each weight that the module holds only in part, by name.
+        whole: whether the module holds all weights; otherwise, weights without memory are skipped.
 
     Attributes:
-        packed: names of the weights that it holds quantized.
-        exact: names of all others.
-        squares: error sums of the last quantized weights, as `PackingReport.squares`.
+        packed: names of the weights that are held quantized.
+        exact: names of all other weights.
+        squares: error sums of the last quantization, as in `PackingReport.squares`.
 
     Raises:
-        NotSupported: a parameter with overlapping elements.
+        NotSupported: elements of a parameter overlap in memory.
     """
 
     def __init__(
@@ -181,31 +179,31 @@ class WeightWriter:
         wrapped = [f"{n}.inner." for n, m in module.named_modules() if isinstance(m, Columns)]
 
         def original(name: str) -> str:
-            for inside in wrapped:
-                if name.startswith(inside):
-                    return _plain(name.replace(".inner.", ".", 1))
-            return _plain(name)
+            for prefix in wrapped:
+                if name.startswith(prefix):
+                    return plain_name(name.replace(".inner.", ".", 1))
+            return plain_name(name)
 
-        for path, packed, packing in packed_buffers(module):
+        for path, packed, packing in quantized_weights(module):
             self._packings[original(path)] = packed, packing
         written: set[int] = set()
         for name, tensor in module.state_dict(keep_vars=True).items():
-            if id(tensor) in written:  # tied ones come once
+            if id(tensor) in written:  # tied weights are written once
                 continue
             written.add(id(tensor))
             if torch._debug_has_internal_overlap(tensor) != 1:
                 self._targets[original(name)] = tensor
             elif whole:
                 raise NotSupported(
-                    f"weights: the model's {name} lies in shared memory and can't be written"
+                    f"weights: the model's {name} is in shared memory and can't be written"
                 )
         self.packed, self.exact = list(self._packings), list(self._targets)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Quantize the weights that are held quantized, and keep them until `write`.
+        """Quantize the new values of quantized weights, and hold them until `write`.
 
         Raises:
-            ModelError: one holds NaN, an infinity or a number too large.
+            ModelError: a tensor holds NaN, an infinity or too large a number.
         """
 
         def pack(name: str) -> tuple[Tensor, tuple[float, float]]:
@@ -219,7 +217,7 @@ class WeightWriter:
                 self._prepared[name], self.squares[name] = packed, squares
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write all that is held exactly, and all that was prepared.
+        """Write the new values of unquantized weights, and everything that was prepared.
 
         No other engine and no signal handler runs the module meanwhile.
         """
@@ -238,31 +236,27 @@ class WeightWriter:
 
 
 def overwrite(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy new tensors over others, (target, new); no other engine and no signal handler runs meanwhile."""
-    pairs = _untangled(pairs)
+    """Copy tensors, in pairs (target, new); no other engine and no signal handler runs meanwhile."""
+    pairs = _without_overlaps(pairs)
     with exclusive:
         for inference in (False, True):
-            some = [pair for pair in pairs if pair[0].is_inference() is inference]
-            if some:
-                targets, new = zip(*some, strict=True)
+            group = [pair for pair in pairs if pair[0].is_inference() is inference]
+            if group:
+                targets, new = zip(*group, strict=True)
                 with torch.inference_mode(inference), torch.no_grad():
                     torch._foreach_copy_(targets, new)
 
 
-def _untangled(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Copy new tensors that share memory with those that will be overwritten."""
-    owned = [_extent(target) for target, _ in pairs]
+def _without_overlaps(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Clone new tensors that share memory with targets; drop pairs that are the same tensor."""
+    target_extents = [_extent(target) for target, _ in pairs]
 
     def apart(tensor: Tensor) -> Tensor:
         start, end = _extent(tensor)
-        inside = any(start < other_end and first < end for first, other_end in owned)
+        inside = any(start < other_end and first < end for first, other_end in target_extents)
         return tensor.clone() if inside else tensor
 
     return [(target, apart(tensor)) for target, tensor in pairs if _place(tensor) != _place(target)]
-
-
-def _plain(name: str) -> str:
-    return _WRAPPERS.sub("", name)
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
@@ -279,14 +273,14 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the location of a tensor, which identifies it."""
+    """Return the location and layout of a tensor, which identify it."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _plain_tensor(name: str, tensor: Any) -> Tensor:
-    """Return a plain tensor in RAM; refuse tensors that can't be copied bit for bit."""
+    """Return the tensor in RAM; refuse tensors that can't be copied bit for bit."""
     if hasattr(tensor, "full_tensor"):
-        raise NotSupported(f"weights: {name} is sharded; hand over what its full_tensor() returns")
+        raise NotSupported(f"weights: {name} is sharded; pass its full_tensor()")
     if type(tensor) not in (Tensor, nn.Parameter):
         raise InvalidRequest(f"weights: {name} is a {type(tensor).__name__}, not a plain tensor")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
@@ -295,13 +289,13 @@ def _plain_tensor(name: str, tensor: Any) -> Tensor:
     return plain
 
 
-def _check_names(given: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
-    unknown = sorted(given.keys() - targets.keys())
+def _check_names(new_tensors: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
+    unknown = sorted(new_tensors.keys() - targets.keys())
     if unknown:
         raise InvalidRequest(
             f"weights: {len(unknown)} names are not the model's, such as {_some(unknown)}"
         )
-    covered = {_place(targets[name]) for name in given}
+    covered = {_place(targets[name]) for name in new_tensors}
     missing = sorted(name for name, target in targets.items() if _place(target) not in covered)
     if missing:
         raise InvalidRequest(
@@ -310,7 +304,7 @@ def _check_names(given: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    return ", ".join(names[:_MAX_SHOWN]) + (", ..." if len(names) > _MAX_SHOWN else "")
 
 
 def _check_fit(name: str, tensor: Tensor, target: Tensor, check_finite: bool) -> None:
@@ -318,20 +312,21 @@ def _check_fit(name: str, tensor: Tensor, target: Tensor, check_finite: bool) ->
         raise InvalidRequest(
             f"weights: {name} has shape {list(tensor.shape)}; the model's has {list(target.shape)}"
         )
-    both = tensor.is_floating_point() and target.is_floating_point()
-    if not both and tensor.dtype != target.dtype:
+    both_float = tensor.is_floating_point() and target.is_floating_point()
+    if not both_float and tensor.dtype != target.dtype:
         raise InvalidRequest(
-            f"weights: {name} is {tensor.dtype}; the model's {target.dtype} can't be made of it"
+            f"weights: {name} is {tensor.dtype}; the model's {target.dtype} can't be converted "
+            "from it"
         )
-    if check_finite and both and not _is_finite(tensor, target.dtype):
+    if check_finite and both_float and not _is_finite(tensor, target.dtype):
         raise InvalidRequest(f"weights: {name} holds NaN or infinity")
 
 
 def _is_finite(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Return whether every number is finite in `dtype`.
 
-    It checks the extremes: both are NaN if any element is, and rounding keeps their order. One pass without
-    writes takes a tenth of the time of `torch.isfinite`.
+    Only the extremes are checked: both are NaN if any element is, and rounding preserves order. This single
+    pass without writes takes a tenth of the time of `torch.isfinite`.
     """
     if not tensor.numel():
         return True

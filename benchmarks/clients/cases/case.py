@@ -1,4 +1,4 @@
-"""What the scripts share: the server's address, the model, and a line for each case."""
+"""Shared by the scripts: the server's address, the model, and the report of each case."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 URL, MODEL_PATH = sys.argv[1], sys.argv[2]
 MODEL = "tales"
-SAYS = [{"role": "user", "content": "Tell me a story."}]
+MESSAGES = [{"role": "user", "content": "Tell me a story."}]
 
 
 def run(*cases: Callable[[], object]) -> None:
-    """Run the cases, and print how each of them ended."""
+    """Run the cases, and print the outcome of each."""
     for case in cases:
         try:
             case()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import anthropic
-from case import MODEL, SAYS, URL, run
+from case import MESSAGES, MODEL, URL, run
 
 client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
 SCHEMA = {"type": "object", "properties": {"legs": {"type": "integer"}}, "required": ["legs"]}
@@ -11,7 +11,7 @@ TOOL = {"name": "animal", "description": "An animal.", "input_schema": SCHEMA}
 
 
 def message_whole_and_streamed() -> None:
-    ask = {"model": MODEL, "messages": SAYS, "max_tokens": 20, "extra_body": {"seed": 3}}
+    ask = {"model": MODEL, "messages": MESSAGES, "max_tokens": 20, "extra_body": {"seed": 3}}
     whole = client.messages.create(**ask, metadata={"user_id": None})
     with client.messages.stream(**ask) as stream:
         assert "".join(stream.text_stream) == whole.content[0].text
@@ -19,7 +19,7 @@ def message_whole_and_streamed() -> None:
 
 def tools() -> None:
     ask = {"model": MODEL, "tools": [TOOL], "max_tokens": 200}
-    done = client.messages.create(**ask, messages=SAYS, tool_choice={"type": "any"})
+    done = client.messages.create(**ask, messages=MESSAGES, tool_choice={"type": "any"})
     (use,) = [block for block in done.content if block.type == "tool_use"][:1]
     assert isinstance(use.input["legs"], int)
     assert done.stop_reason == "tool_use"
@@ -28,7 +28,7 @@ def tools() -> None:
         for block in done.content if block.type == "tool_use"
     ]  # fmt: skip
     turns = [
-        *SAYS,
+        *MESSAGES,
         {"role": "assistant", "content": done.content},
         {"role": "user", "content": results},
     ]
@@ -36,12 +36,12 @@ def tools() -> None:
 
 
 def count_of_tokens() -> None:
-    assert client.messages.count_tokens(model=MODEL, messages=SAYS).input_tokens > 0
+    assert client.messages.count_tokens(model=MODEL, messages=MESSAGES).input_tokens > 0
 
 
 def errors_have_their_classes() -> None:
     try:
-        client.messages.create(model="other", messages=SAYS, max_tokens=5)
+        client.messages.create(model="other", messages=MESSAGES, max_tokens=5)
     except anthropic.NotFoundError:
         return
     raise AssertionError("no NotFoundError")

@@ -1,11 +1,11 @@
-"""`instructor`, in its modes for tools, JSON and JSON schemas, and with the package of Anthropic."""
+"""`instructor`, in its modes for tools and JSON schemas, and with the `anthropic` package."""
 
 from __future__ import annotations
 
 import anthropic
 import instructor
 import openai
-from case import MODEL, SAYS, URL, run
+from case import MESSAGES, MODEL, URL, run
 from pydantic import BaseModel
 
 
@@ -19,8 +19,8 @@ class Animal(BaseModel):
 def _ask(mode: instructor.Mode) -> None:
     plain = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
     client = instructor.from_openai(plain, mode=mode)
-    found = client.create(model=MODEL, messages=SAYS, response_model=Animal, max_retries=0)
-    assert isinstance(found, Animal)
+    animal = client.create(model=MODEL, messages=MESSAGES, response_model=Animal, max_retries=0)
+    assert isinstance(animal, Animal)
 
 
 def tools() -> None:
@@ -34,10 +34,10 @@ def json_schema() -> None:
 def anthropic_tools() -> None:
     plain = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
     client = instructor.from_anthropic(plain, mode=instructor.Mode.ANTHROPIC_TOOLS)
-    found = client.create(
-        model=MODEL, messages=SAYS, response_model=Animal, max_retries=0, max_tokens=300
+    animal = client.create(
+        model=MODEL, messages=MESSAGES, response_model=Animal, max_retries=0, max_tokens=300
     )
-    assert isinstance(found, Animal)
+    assert isinstance(animal, Animal)
 
 
 run(tools, json_schema, anthropic_tools)

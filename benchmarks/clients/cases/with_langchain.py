@@ -8,8 +8,8 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel
 
-GIVEN = {"base_url": f"{URL}/v1", "api_key": "none", "model": MODEL, "max_retries": 0}
-chat = ChatOpenAI(**GIVEN, max_tokens=300, seed=3)
+CLIENT_OPTIONS = {"base_url": f"{URL}/v1", "api_key": "none", "model": MODEL, "max_retries": 0}
+chat = ChatOpenAI(**CLIENT_OPTIONS, max_tokens=300, seed=3)
 
 
 class Animal(BaseModel):
@@ -31,8 +31,8 @@ def chat_whole_and_streamed() -> None:
 
 
 def chat_log_probs() -> None:
-    found = chat.bind(logprobs=True, top_logprobs=2).invoke("Hi").response_metadata["logprobs"]
-    assert len(found["content"][0]["top_logprobs"]) == 2
+    logprobs = chat.bind(logprobs=True, top_logprobs=2).invoke("Hi").response_metadata["logprobs"]
+    assert len(logprobs["content"][0]["top_logprobs"]) == 2
 
 
 def structured_output() -> None:
@@ -52,13 +52,13 @@ def tools() -> None:
 
 
 def responses_api() -> None:
-    responses = ChatOpenAI(**GIVEN, max_tokens=20, use_responses_api=True)
+    responses = ChatOpenAI(**CLIENT_OPTIONS, max_tokens=20, use_responses_api=True)
     assert responses.invoke("Hi").content
     assert list(responses.stream("Hi"))
 
 
 def text_completion() -> None:
-    assert OpenAI(**GIVEN, max_tokens=5).invoke("Once upon a time")
+    assert OpenAI(**CLIENT_OPTIONS, max_tokens=5).invoke("Once upon a time")
 
 
 run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import litellm
-from case import MODEL, SAYS, URL, run
+from case import MESSAGES, MODEL, URL, run
 
 OPENAI = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": "none"}
 ANTHROPIC = {"model": f"anthropic/{MODEL}", "api_base": URL, "api_key": "none"}
@@ -15,14 +15,14 @@ TOOL = {
 
 
 def chat_whole_and_streamed() -> None:
-    ask = OPENAI | {"messages": SAYS, "max_tokens": 20, "seed": 3}
+    ask = OPENAI | {"messages": MESSAGES, "max_tokens": 20, "seed": 3}
     whole = litellm.completion(**ask).choices[0].message.content
     pieces = litellm.completion(**ask, stream=True)
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole
 
 
 def chat_tools() -> None:
-    done = litellm.completion(**OPENAI, messages=SAYS, tools=[TOOL], tool_choice="required")
+    done = litellm.completion(**OPENAI, messages=MESSAGES, tools=[TOOL], tool_choice="required")
     assert done.choices[0].message.tool_calls[0].function.name == "animal"
 
 
@@ -36,7 +36,7 @@ def responses() -> None:
 
 
 def messages_whole_and_streamed() -> None:
-    ask = ANTHROPIC | {"messages": SAYS, "max_tokens": 20, "temperature": 0}
+    ask = ANTHROPIC | {"messages": MESSAGES, "max_tokens": 20, "temperature": 0}
     whole = litellm.completion(**ask).choices[0].message.content
     pieces = litellm.completion(**ask, stream=True)
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole
@@ -44,7 +44,7 @@ def messages_whole_and_streamed() -> None:
 
 def messages_tools() -> None:
     done = litellm.completion(
-        **ANTHROPIC, messages=SAYS, tools=[TOOL], tool_choice="required", max_tokens=200
+        **ANTHROPIC, messages=MESSAGES, tools=[TOOL], tool_choice="required", max_tokens=200
     )
     assert done.choices[0].message.tool_calls[0].function.name == "animal"
 

@@ -1,4 +1,4 @@
-"""`llm-comply` on its three formats. Its cases of images are left out: the model reads only text."""
+"""`llm-comply` on its three formats, without its cases of images: the model reads only text."""
 
 from __future__ import annotations
 

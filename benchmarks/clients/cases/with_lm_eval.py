@@ -18,11 +18,11 @@ def _evaluate(kind: str, endpoint: str, tasks: str, *more: str) -> dict[str, dic
     with tempfile.TemporaryDirectory() as folder:
         for file in TASKS.iterdir():
             Path(folder, file.name).write_text(file.read_text().replace("DATA", folder))
-        given = f"model={MODEL},base_url={URL}/v1/{endpoint},tokenizer={MODEL_PATH},max_length=1024"
+        args = f"model={MODEL},base_url={URL}/v1/{endpoint},tokenizer={MODEL_PATH},max_length=1024"
         subprocess.run(
             [
                 sys.executable, "-m", "lm_eval", "run", "--model", kind,
-                "--model_args", f"{given},tokenizer_backend=huggingface,num_concurrent=2",
+                "--model_args", f"{args},tokenizer_backend=huggingface,num_concurrent=2",
                 "--tasks", tasks, "--include_path", folder, "--output_path", f"{folder}/out", *more,
             ],
             check=True, capture_output=True, timeout=300,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import openai
-from case import MODEL, SAYS, URL, run
+from case import MESSAGES, MODEL, URL, run
 from pydantic import BaseModel
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
@@ -17,7 +17,7 @@ class Animal(BaseModel):
 
 
 def chat_whole_and_streamed() -> None:
-    ask = {"model": MODEL, "messages": SAYS, "max_completion_tokens": 20, "seed": 3}
+    ask = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 20, "seed": 3}
     whole = client.chat.completions.create(**ask)
     pieces = client.chat.completions.create(
         **ask, stream=True, stream_options={"include_usage": True}
@@ -30,7 +30,7 @@ def chat_whole_and_streamed() -> None:
 
 def chat_log_probs() -> None:
     done = client.chat.completions.create(
-        model=MODEL, messages=SAYS, max_tokens=5, logprobs=True, top_logprobs=3, temperature=0
+        model=MODEL, messages=MESSAGES, max_tokens=5, logprobs=True, top_logprobs=3, temperature=0
     )
     for entry in done.choices[0].logprobs.content:
         assert entry.logprob == max(top.logprob for top in entry.top_logprobs)
@@ -40,13 +40,13 @@ def completions_with_echo() -> None:
     done = client.completions.create(
         model=MODEL, prompt="Once upon a time", echo=True, logprobs=2, max_tokens=3
     )
-    found = done.choices[0].logprobs
-    assert found.token_logprobs[0] is None
-    assert "".join(found.tokens) == done.choices[0].text
+    logprobs = done.choices[0].logprobs
+    assert logprobs.token_logprobs[0] is None
+    assert "".join(logprobs.tokens) == done.choices[0].text
 
 
 def chat_parsed() -> None:
-    done = client.chat.completions.parse(model=MODEL, messages=SAYS, response_format=Animal)
+    done = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Animal)
     assert isinstance(done.choices[0].message.parsed, Animal)
 
 
@@ -54,16 +54,18 @@ def chat_tools() -> None:
     tools = [openai.pydantic_function_tool(Animal)]
     ask = {"model": MODEL, "tools": tools, "tool_choice": "required", "seed": 1}
     ask["parallel_tool_calls"] = False
-    done = client.chat.completions.parse(**ask, messages=SAYS)
+    done = client.chat.completions.parse(**ask, messages=MESSAGES)
     (call,) = done.choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, Animal)
-    with client.chat.completions.stream(**ask, messages=SAYS) as stream:
+    with client.chat.completions.stream(**ask, messages=MESSAGES) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.tool_calls[0].function.arguments == call.function.arguments
     turn = done.choices[0].message.model_dump(exclude_none=True, exclude={"parsed"})
     turn["tool_calls"][0]["function"].pop("parsed_arguments", None)
     result = {"role": "tool", "tool_call_id": call.id, "content": "It is a cat."}
-    assert client.chat.completions.create(model=MODEL, messages=[*SAYS, turn, result], max_tokens=5)
+    assert client.chat.completions.create(
+        model=MODEL, messages=[*MESSAGES, turn, result], max_tokens=5
+    )
 
 
 def responses_whole_and_streamed() -> None:
@@ -85,7 +87,7 @@ def responses_tools() -> None:
     results = [
         {"type": "function_call_output", "call_id": c.call_id, "output": "Yes."} for c in calls
     ]
-    items = [*SAYS, *(call.model_dump(exclude_none=True) for call in calls), *results]
+    items = [*MESSAGES, *(call.model_dump(exclude_none=True) for call in calls), *results]
     assert client.responses.create(model=MODEL, input=items, max_output_tokens=5).output
 
 

@@ -1,1 +1,1 @@
-"""One module a system: `python -m benchmarks.peers.systems.NAME` answers commands until its input ends."""
+"""One module per system: `python -m benchmarks.peers.systems.NAME` answers commands until its input ends."""

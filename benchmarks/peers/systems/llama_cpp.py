@@ -14,13 +14,13 @@ from verbatim.bench import converted
 
 
 class LlamaCpp(PeerSystem):
-    """One stream of KV for each sequence, as its server has them; the next id is the largest logit's."""
+    """One KV stream per sequence, as in llama.cpp's server; the next id is that of the largest logit."""
 
     def about(self) -> dict[str, Any]:
         info = llama_cpp.llama_print_system_info().decode().strip(" |")
         return {
             "version": f"llama-cpp-python {llama_cpp.__version__}",
-            "settings": f"bf16, Q8_0, Q4_0; flash attention in prefill, and in decode behind fewer than "
+            "settings": "bf16, Q8_0, Q4_0; flash attention in prefill, and in decode after fewer than "
             f"{converted.LlamaCpp.FLASH_BELOW} tokens; {info}",
         }
 

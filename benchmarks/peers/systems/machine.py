@@ -1,4 +1,4 @@
-"""No system, but the machine's own limits, as `verbatim bench` measures them."""
+"""Not a system: the machine's limits, as `verbatim bench` measures them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verbatim.bench import machine
 
 
 class Machine:
-    """Answers `measure` alone. It takes turns like the systems: a shared machine's limits change."""
+    """Measures the limits, in turns with the systems, since a shared machine's limits change."""
 
     def about(self) -> dict[str, Any]:
         return {"version": torch.__version__, "settings": ""}

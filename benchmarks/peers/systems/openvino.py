@@ -11,13 +11,13 @@ from benchmarks.peers.openvino_graph import build
 from benchmarks.peers.protocol import PeerSystem, serve
 from verbatim.bench import converted
 
-# Activations are quantized on the fly, in groups of so many: the best of 32, 64, 128 and 1024 for weights
-# with one scale a row and for groups of 64. Its own default, 32, is slower, and none at all slower still.
+# Group sizes in which activations are quantized: the fastest of 32, 64, 128 and 1024 for weights with one
+# scale per row (int8) and per group of 64 (int4). The default, 32, is slower, and none even slower.
 ACTIVATIONS = {"int8": "128", "int4": "64"}
 
 
 class OpenVINO(PeerSystem):
-    """Rows of equal length in one batch need no scheduler, which would only add to a step."""
+    """All rows in one batch: with equal lengths, a scheduler would only slow down a step."""
 
     def about(self) -> dict[str, Any]:
         return {
@@ -46,8 +46,8 @@ class OpenVINO(PeerSystem):
         if fmt in ACTIVATIONS:
             settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = ACTIVATIONS[fmt]
         self.peer = converted.OpenVINO(model, threads, **settings)
-        kept = self.peer.compiled.get_property("KV_CACHE_PRECISION").get_type_name()
-        return {"weight_bytes": nbytes, "kv_dtype": kept}
+        kv_dtype = self.peer.compiled.get_property("KV_CACHE_PRECISION").get_type_name()
+        return {"weight_bytes": nbytes, "kv_dtype": kv_dtype}
 
     def unload(self) -> None:
         del self.peer, self.arrays

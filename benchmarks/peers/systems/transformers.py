@@ -16,7 +16,7 @@ from verbatim.bench import peers
 
 
 class Transformers(PeerSystem):
-    """SDPA attention where it has it, else eager; a dynamic cache, no compilation; bf16 alone."""
+    """SDPA attention if supported, else eager; a dynamic cache, no compilation, only bf16."""
 
     def about(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""Verbatim: whole steps of its engine, from scheduling to the ids that are handed out."""
+"""Verbatim: whole steps of its engine, from scheduling to the returned ids."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from benchmarks.peers.protocol import random_ids, serve
 from benchmarks.peers.shape import Shape
 from verbatim import LLM, SamplingParams, __version__
 from verbatim.bench.peers import Ours
-from verbatim.model.quantization import Quantization
+from verbatim.quantization.formats import Quantization
 
 BLOCK = 16
 
 
 class Verbatim:
-    """The engine, stepped by hand, with its K and V filled once and prefill left out where only decode is
-    timed.
-    """
+    """The engine, stepped by hand; its KV cache is filled with copies where only decode is timed."""
 
     activation_bits: int | None = None
 
@@ -69,7 +67,7 @@ class Verbatim:
         return {"weight_bytes": info["weight_bytes"], "kv_dtype": info["kv_dtype"]}
 
     def _fill(self, blocks: int) -> None:
-        """Let every block hold the K and V of the first: memory of its own, and plausible numbers."""
+        """Copy one block's K and V to `blocks` blocks: each has its own memory, and plausible numbers."""
         engine: Any = self.llm.engine
         request = self.ours.add([random_ids(BLOCK, 1, self.shape.vocab)], max_tokens=2)[0]
         engine.step()
@@ -89,14 +87,14 @@ class Verbatim:
     def check(self, prompts: list[list[int]], forced: list[list[int]]) -> np.ndarray:
         last: list[Any] = [None] * len(prompts)
 
-        def follow(row: int) -> Any:
+        def forcing(row: int) -> Any:
             def processor(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-                done = len(ids) - len(prompts[row])
+                num_done = len(ids) - len(prompts[row])
                 last[row] = logits.numpy().copy()
-                wanted = forced[row][done] if done < len(forced[row]) else 0
-                only = torch.full_like(logits, -torch.inf)
-                only[wanted] = 0.0
-                return only
+                forced_id = forced[row][num_done] if num_done < len(forced[row]) else 0
+                masked = torch.full_like(logits, -torch.inf)
+                masked[forced_id] = 0.0
+                return masked
 
             return processor
 
@@ -105,7 +103,7 @@ class Verbatim:
                 temperature=0.0,
                 max_tokens=len(forced[row]) + 1,
                 ignore_eos=True,
-                logits_processors=[follow(row)],
+                logits_processors=[forcing(row)],
             )
             for row in range(len(prompts))
         ]
@@ -115,7 +113,7 @@ class Verbatim:
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """With memory for K and V, which is the other systems' in their turns."""
+        """Hold memory for K and V, which is free in the other systems' turns."""
         self.llm.wake()
         try:
             yield
@@ -124,7 +122,7 @@ class Verbatim:
 
     def prefill(self, length: int) -> float:
         with self._awake():
-            self._fill(-(-length // BLOCK) + 1)  # the other systems' memory is theirs already
+            self._fill(-(-length // BLOCK) + 1)  # allocates the pages, as in the other systems
             return self.ours.prefill(random_ids(length, 0, self.shape.vocab))
 
     def decode(self, rows: int, length: int, steps: int, seconds: float) -> list[float]:

@@ -1,4 +1,4 @@
-"""Verbatim with activations in 8 bits, as OpenVINO and llama.cpp have them with quantized weights."""
+"""Verbatim with activations in 8 bits, as in OpenVINO and llama.cpp with quantized weights."""
 
 from __future__ import annotations
 

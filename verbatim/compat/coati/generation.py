@@ -1,28 +1,34 @@
-"""`generate` and `generate_streaming`, with Coati's signatures."""
+"""`generate` and `generate_streaming`, with Coati's signatures, and its helper functions."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from verbatim.checks import integer, optional_integer
-from verbatim.compat.batches import PaddedRows, check_search, flag, new_rows
+from verbatim.api.llm import LLM
+from verbatim.api.padded import PaddedRows
+from verbatim.api.tensors import draw_seed, engine_of, has_known_layers, open_forward
+from verbatim.common.checks import integer, optional_integer
+from verbatim.compat.shared import check_kind, check_search, flag, new_rows
 from verbatim.core import Request
 from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, UnsupportedModel
-from verbatim.llm import LLM
 from verbatim.params import SamplingParams
-from verbatim.tensors import draw_seed, engine_of, has_known_layers, open_forward
+from verbatim.placement.actor import field_of
 
-Hooks = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
+if TYPE_CHECKING:
+    from transformers import LogitsProcessorList
+
 _LARGEST_ID = 2**63 - 1  # of int64
-_OF_A_CACHE = ("use_cache", "cache_position")
+_CACHE_KWARGS = ("use_cache", "cache_position")
 
 
 def generate(
@@ -43,28 +49,27 @@ def generate(
     """Continue each row of `input_ids`.
 
     Args:
-        model: an open `LLM`; a live transformers module, also inside of PEFT or DistributedDataParallel; a
-            module called as `model(tokens, kv_caches=...)`; or anything that is called as
-            `model(input_ids=..., attention_mask=...)` and returns an object or a dict with `logits`
-            `[B, T, V]`.
+        model: an open `LLM`; a live transformers module, even within PEFT or DistributedDataParallel; a
+            module called as `model(tokens, kv_caches=...)`; or any callable `model(input_ids=...,
+            attention_mask=...)` that returns an object or a dict with `logits` `[B, T, V]`.
         input_ids: `[B, P]` integers, padded on the left.
-        tokenizer: its `padding_side` must be "left"; its `eos_token_id` ends a row, its `pad_token_id` is
-            masked in front of a row and fills it after its end.
-        max_length: columns of the result at most, prompt included. One above the model's limit is clamped,
-            with a warning.
-        num_beams: above 1, return the best beam of each row; needs `do_sample=False`.
-        do_sample: False takes the likeliest token.
-        early_stopping: False fills all rows up to the full length; True ends with the last row.
-        top_k, top_p, temperature: None is off, and so is `top_k=-1`.
+        tokenizer: its `padding_side` must be "left"; its `eos_token_id` ends a row; its `pad_token_id` is
+            masked before a row, and fills it after its end.
+        max_length: maximum number of columns of the result, including the prompt. It is clamped to the
+            model's limit, with a warning.
+        num_beams: above 1, return the best beam of each row; requires `do_sample=False`.
+        do_sample: False always takes the likeliest token.
+        early_stopping: False pads the result to the full length; True ends it with the longest row.
+        top_k, top_p, temperature: None disables each; so does `top_k=-1`.
         prepare_inputs_fn: `f(input_ids, past=past, **model_kwargs)` returns the inputs of each forward.
         update_model_kwargs_fn: `f(outputs, model_kwargs)` returns the `model_kwargs` of the next step.
         model_kwargs: `max_new_tokens`; `stop_token_ids`: sequences of ids that end a row, `[[20, 21], [10]]`,
-            or a single one, `[20, 21]` or `20`; `attention_mask` `[B, P]`, without which leading pads are
-            masked; `seed`: without one, a number is drawn from torch's default generator; `pad_token_id`;
-            `stream_interval`, which is for `generate_streaming`; `process_group`, of torch.distributed,
-            for a model that communicates between ranks: all then run equally many forwards;
+            or a single one, `[20, 21]` or `20`; `attention_mask` `[B, P]` (default: leading pads are
+            masked); `seed` (default: drawn from torch's default generator); `pad_token_id`;
+            `stream_interval`, for `generate_streaming`; `process_group`, a torch.distributed group for a
+            model that communicates between ranks: all ranks run the same number of forwards;
             `use_cache` and `cache_position`, for hooks, and `apply_loss_mask`, which is ignored: they
-            change no token. Others are the model's own, for hooks and actors.
+            change no token. Others are passed to the hooks, or to a model run by its own forward.
 
     Returns:
         `[B, P + N]` int64 on the device of `input_ids`, an ordinary tensor.
@@ -82,8 +87,8 @@ def generate(
     calls: list[_Call] = []
 
     def begin() -> tuple[EngineHandle, list[Request]]:
-        calls.append(_Call(model, rows, sampling, hooks, model_kwargs))
-        return calls[0].llm.engine, calls[0].requests
+        calls.append(call := _Call(model, *rows, sampling, hooks, model_kwargs))
+        return call.llm.engine, list(call.requests.values())
 
     try:
         run_together(begin, group)
@@ -115,26 +120,26 @@ def generate_streaming(
     or closing the generator, ends the rows.
 
     Raises:
-        NotSupported: `num_beams` above 1, as the best beam is only known at the end.
+        NotSupported: `num_beams` above 1, because the best beam is only known at the end.
     """
     if model_kwargs.pop("process_group", None) is not None:
         raise NotSupported(
-            "process_group in a stream: its reader decides when the next forward is made, and ranks must "
-            "make theirs together; use generate"
+            "process_group in a stream: the reader controls when each forward runs, but all ranks "
+            "must run theirs together; use generate"
         )
     sampling = num_beams, do_sample, top_k, top_p, temperature
     if _sampling(*sampling)["num_beams"] > 1:
         raise NotSupported(
-            f"num_beams={num_beams} in a stream: which beam is the best is known in the end alone; use "
+            f"num_beams={num_beams} in a stream: the best beam is known only at the end; use "
             "generate"
         )
     hooks = prepare_inputs_fn, update_model_kwargs_fn
     rows = input_ids, tokenizer, max_length, early_stopping
-    return _Call(model, rows, sampling, hooks, model_kwargs).stream()
+    return _Call(model, *rows, sampling, hooks, model_kwargs).stream()
 
 
 def _by_ids(call: Callable[..., Any], early_stopping: bool) -> Callable[..., Any]:
-    """Return `call` with the ids that end and fill rows in place of a tokenizer, and sampling only."""
+    """Return `call` with the signature of `_sample`, which takes EOS and pad ids in place of a tokenizer."""
 
     def sample(
         model: Any,
@@ -164,43 +169,42 @@ _sample_streaming = _by_ids(generate_streaming, early_stopping=False)
 
 
 class _Call:
-    """One call, with all arguments checked and its rows admitted; `stream` it, or run its requests. Close it.
+    """A call with checked arguments and admitted rows: `stream` it or run its `requests`, then `close` it.
 
     Args:
-        rows: the ids, the tokenizer, the maximum length and whether to stop early.
-        options: number of beams, whether to sample, top-k, top-p and temperature.
-        functions: the two hooks.
-        kwargs: the call's `model_kwargs`.
+        sampling: the arguments of `_sampling`.
+        hooks: `prepare_inputs_fn` and `update_model_kwargs_fn`.
     """
 
     def __init__(
         self,
         model: Any,
-        rows: tuple[Any, ...],
-        options: tuple[Any, ...],
-        functions: tuple[Any, Any],
+        input_ids: Tensor,
+        tokenizer: Any,
+        max_length: int,
+        early_stopping: bool,
+        sampling: tuple[Any, ...],
+        hooks: tuple[Any, Any],
         kwargs: dict[str, Any],
     ) -> None:
-        input_ids, tokenizer, max_length, early_stopping = rows
-        hooks, self._kwargs = _hooks(*functions), kwargs
+        for name, hook in zip(("prepare_inputs_fn", "update_model_kwargs_fn"), hooks, strict=True):
+            check_kind(name, hook, Callable | None, "a function or None")
+        has_hooks = hooks != (None, None)
         side = getattr(tokenizer, "padding_side", None)
         if side != "left":
             raise InvalidRequest(
                 f"tokenizer.padding_side is {side!r}: must be 'left', or prompts do not end where "
                 "generation begins"
             )
-        self._fills_up = not flag("early_stopping", early_stopping)
+        self._pads_to_length = not flag("early_stopping", early_stopping)
         for name in ("use_cache", "apply_loss_mask"):
-            if not isinstance(kwargs.get(name), bool | None):
-                raise InvalidRequest(f"{name}={kwargs[name]!r}: must be True, False or None")
+            check_kind(name, kwargs.get(name), bool | None, "True, False or None")
         kwargs.pop("apply_loss_mask", None)  # Coati's trainer passes it on to every call
-        params = SamplingParams(
-            seed=kwargs.pop("seed", None),
-            stop_token_ids=_stops(kwargs.pop("stop_token_ids", None)),
-            ignore_eos=True,  # only the tokenizer's counts, as a stop id
-            **_sampling(*options),
-        )
-        eos_id, pad_id, own_pad = (
+        fields = _sampling(*sampling)
+        seed, stops = kwargs.pop("seed", None), _stop_sequences(kwargs.pop("stop_token_ids", None))
+        # Only the tokenizer's EOS counts, as a stop id.
+        params = SamplingParams(seed=seed, stop_token_ids=stops, ignore_eos=True, **fields)
+        eos_id, pad_id, pad_override = (
             optional_integer(name, value, 0, _LARGEST_ID)
             for name, value in (
                 ("tokenizer.eos_token_id", getattr(tokenizer, "eos_token_id", None)),
@@ -208,145 +212,130 @@ class _Call:
                 ("pad_token_id", kwargs.pop("pad_token_id", None)),
             )
         )
-        pad_id = pad_id if own_pad is None else own_pad
-        self._before = PaddedRows.of(input_ids, kwargs.pop("attention_mask", None), pad_id)
-        self._device, self._prompts = input_ids.device, self._before.rows()
-        self._beams = params.num_beams
-        self._num_new = _new_tokens(
-            input_ids.shape[1], max_length, kwargs.pop("max_new_tokens", None)
-        )
+        pad_id = pad_id if pad_override is None else pad_override
+        mask = kwargs.pop("attention_mask", None)
+        self._columns = columns = PaddedRows.of(input_ids, mask, pad_id=pad_id, left=True)
+        self._device, prompts = input_ids.device, columns.rows()
+        num_new = _new_tokens(columns.width, max_length, kwargs.pop("max_new_tokens", None))
         interval = optional_integer("stream_interval", kwargs.pop("stream_interval", None), 1)
         self._interval = 2 if interval is None else interval
-        self._pad: int | None = eos_id if pad_id is None else pad_id
-        self.requests: list[Request] = []
-        self._opened: LLM | None = None  # for this call alone
+        pad = eos_id if pad_id is None else pad_id
+        self._own_engine: LLM | None = None  # opened for this call only
         try:
-            self.llm = self._engine_for(model, hooks)
-            self._keep_within_limit(columns=hooks is not None)
-            if self._pad is None:
-                self._pad = self.llm.pad_token_id
-            if self._num_new:
-                if eos_id is not None and eos_id < self.llm.engine.admission.vocab_size:
-                    params = params.replace(stop_token_ids=(eos_id, *params.stop_token_ids))
-                if params.seed is None and params.temperature > 0:
-                    params = params.replace(seed=draw_seed())
-                params = params.replace(max_tokens=self._num_new)
-                self.requests = self.llm._admit_rows(self._prompts, params)
+            self.llm = llm = self._open(model, hooks, kwargs, num_new, fields["num_beams"], pad)
+            self._pad = llm.pad_token_id if pad is None else pad
+            # A model with hooks receives padded rows, so padding counts.
+            longest = columns.width if has_hooks else max(map(len, prompts), default=0)
+            self._num_new = num_new = _clamp_to_limit(num_new, longest, llm)
+            if eos_id is not None and eos_id < llm.engine.admission.vocab_size:
+                stops.insert(0, eos_id)
+            if seed is None and num_new and fields["temperature"] > 0:
+                seed = draw_seed()
+            params = params.replace(max_tokens=num_new, seed=seed, stop_token_ids=stops)
+            admitted = llm._admit_rows(prompts, params) if num_new else []
+            self.requests: dict[int, Request] = dict(enumerate(admitted))
         except BaseException:
             self.close()
             raise
 
+    def _open(
+        self,
+        model: Any,
+        hooks: tuple[Any, Any],
+        kwargs: dict[str, Any],
+        num_new: int,
+        num_beams: int,
+        pad: int | None,
+    ) -> LLM:
+        """Return the model's engine, or one over its own forward, sized for the full length of all rows."""
+        is_llm, has_hooks, unsupported = isinstance(model, LLM), hooks != (None, None), None
+        if has_hooks and num_beams > 1:
+            raise NotSupported(
+                f"num_beams={num_beams} with prepare_inputs_fn or update_model_kwargs_fn: hooks "
+                "share one cache with fixed rows, and beam search reorders rows"
+            )
+        if has_hooks and is_llm:
+            raise NotSupported(
+                "prepare_inputs_fn and update_model_kwargs_fn prepare the inputs of a module; "
+                "an open LLM prepares its own"
+            )
+        if not has_hooks:
+            kwargs = {name: value for name, value in kwargs.items() if name not in _CACHE_KWARGS}
+        if is_llm or (not has_hooks and has_known_layers(model)):
+            for name in kwargs:
+                raise InvalidRequest(
+                    f"{name} is not supported: the engine prepares the inputs of "
+                    f"{'an open LLM' if is_llm else type(model).__name__}. Pass arguments for the model "
+                    "through a prepare_inputs_fn, or to an actor whose forward takes them"
+                )
+            try:
+                return engine_of(model)
+            except UnsupportedModel as error:
+                unsupported = error
+        try:
+            self._own_engine = open_forward(
+                model,
+                max_length=max(1, self._columns.width + num_new),
+                max_sequences=max(1, self._columns.num_rows * num_beams),
+                arguments=kwargs,
+                hooks=hooks if has_hooks else None,
+                batch=(self._columns.ids, self._columns.mask.long()),
+                pad_token_id=pad,
+            )
+        except UnsupportedModel:
+            if unsupported is None:
+                raise
+            raise unsupported from None
+        return self._own_engine
+
     def progress(self) -> tuple[list[list[int]], int]:
         """Return the new ids of each row, and the number of columns that are final."""
         rows, ready = new_rows(self.requests)
-        if self._fills_up and all(request.finished for request in self.requests):
+        if self._pads_to_length and all(request.finished for request in self.requests.values()):
             ready = self._num_new
         return rows, ready
 
     def output(self, rows: list[list[int]], width: int) -> Tensor:
-        """Return the prompts with `width` more columns."""
-        assert self._pad is not None
-        return self._before.joined(rows, self._pad, width).to(self._device)
+        """Return the prompts with `width` columns of completions."""
+        return self._columns.joined(rows, self._pad, width, self._device)
 
     def stream(self) -> Generator[Tensor, None, None]:
         """Yield the whole tensor each time it has grown by the stream interval."""
         sent = 1 - self._interval
-        with closing(self), closing(self.llm.engine.steps(self.requests)) as steps:
+        requests = list(self.requests.values())
+        with closing(self), closing(self.llm.engine.steps(requests)) as steps:
             for _ in steps:
                 rows, ready = self.progress()
                 for width in range(sent + self._interval, ready + 1, self._interval):
                     yield self.output(rows, width)
                     sent = width
-            if sent < max(ready, 1):  # the end between two intervals, or no new token at all
+            if sent < max(ready, 1):  # the rows ended between two intervals, or without a new token
                 yield self.output(rows, ready)
 
     def close(self) -> None:
         """Close the engine if it was opened for this call."""
-        if self._opened is not None:
-            self._opened.close()
-
-    # ---- the engine
-
-    def _engine_for(self, model: Any, hooks: Hooks | None) -> LLM:
-        if hooks is not None and self._beams > 1:
-            raise NotSupported(
-                f"num_beams={self._beams} with prepare_inputs_fn or update_model_kwargs_fn: hooks keep one "
-                "cache for rows that stay what they are, and beams change places"
-            )
-        if isinstance(model, LLM):
-            if hooks is not None:
-                raise NotSupported(
-                    "prepare_inputs_fn and update_model_kwargs_fn are for a module that is called with "
-                    "what they make; an open LLM makes its own inputs"
-                )
-            self._refuse_kwargs("an open LLM")
-            return model
-        if hooks is None and has_known_layers(model):
-            self._refuse_kwargs(type(model).__name__)
-            try:
-                return engine_of(model)
-            except UnsupportedModel as why:
-                try:
-                    return self._open_engine(model, None)
-                except UnsupportedModel:
-                    raise why from None
-        return self._open_engine(model, hooks)
-
-    def _refuse_kwargs(self, name: str) -> None:
-        for kwarg in self._constants:
-            raise InvalidRequest(
-                f"{kwarg} is not known: {name} is run on the engine's own inputs. Arguments for the model "
-                "go through a prepare_inputs_fn, or to an actor whose forward takes them"
-            )
-
-    @property
-    def _constants(self) -> dict[str, Any]:
-        """The kwargs for a model without hooks, whose cache is not the caller's."""
-        return {name: value for name, value in self._kwargs.items() if name not in _OF_A_CACHE}
-
-    def _open_engine(self, model: Any, hooks: Hooks | None) -> LLM:
-        """Open an engine over the model's own forward, sized for the full length of all rows."""
-        self._opened = open_forward(
-            model,
-            max_length=max(1, self._before.width + self._num_new),
-            max_sequences=max(1, len(self._prompts) * self._beams),
-            arguments=self._constants if hooks is None else self._kwargs,
-            hooks=hooks,
-            batch=(self._before.ids, self._before.mask.long()),
-            pad_token_id=self._pad,
-        )
-        return self._opened
-
-    def _keep_within_limit(self, columns: bool) -> None:
-        """Keep rows within the model's limit, with a warning; a longer prompt is refused later.
-
-        Args:
-            columns: the model gets padded rows, whose pads count.
-        """
-        longest = self._before.width if columns else max(map(len, self._prompts), default=0)
-        llm = self.llm
-        room = llm.max_length - longest
-        if 0 <= room < self._num_new:
-            warnings.warn(
-                f"max_length leaves {self._num_new} new tokens after a prompt of {longest}, "
-                f"{self._num_new + longest} together; the model's limit is {llm.max_length} "
-                f"({llm.engine.admission.limit_source}), so at most {room} are generated",
-                stacklevel=2,
-            )
-            self._num_new = room
+        if self._own_engine is not None:
+            self._own_engine.close()
 
 
-def _hooks(prepare: Any, update: Any) -> Hooks | None:
-    for name, hook in (("prepare_inputs_fn", prepare), ("update_model_kwargs_fn", update)):
-        if hook is not None and not callable(hook):
-            raise InvalidRequest(f"{name}={hook!r}: must be a function or None")
-    return None if prepare is None and update is None else (prepare, update)
+def _clamp_to_limit(num_new: int, longest: int, llm: LLM) -> int:
+    """Clamp the new tokens to the model's limit, with a warning; admission rejects too long a prompt."""
+    room = llm.max_length - longest
+    if not 0 <= room < num_new:
+        return num_new
+    warnings.warn(
+        f"max_length leaves {num_new} new tokens after a prompt of {longest}, "
+        f"{num_new + longest} together; the model's limit is {llm.max_length} "
+        f"({llm.engine.admission.limit_source}), so at most {room} are generated",
+        stacklevel=2,
+    )
+    return room
 
 
 def _sampling(
     num_beams: Any, do_sample: Any, top_k: Any, top_p: Any, temperature: Any
 ) -> dict[str, Any]:
-    """Return the sampling fields of `SamplingParams`, checked; None disables a filter."""
+    """Return checked sampling fields for `SamplingParams`; None disables a filter."""
     samples, beams = flag("do_sample", do_sample), integer("num_beams", num_beams, 1)
     check_search(beams, samples, 1.0)
     fields: dict[str, Any] = {
@@ -357,28 +346,133 @@ def _sampling(
     }
     check_search(1, True, SamplingParams(**fields).temperature)
     if not samples and beams == 1:
-        fields["temperature"] = 0.0  # the likeliest token is in every filter
+        fields["temperature"] = 0.0  # every filter keeps the likeliest token
     return fields
 
 
 def _new_tokens(prompt_width: int, max_length: Any, max_new_tokens: Any) -> int:
     length = integer("max_length", max_length, 0)
     if prompt_width > length:
-        raise PromptTooLong(f"input_ids is {prompt_width} tokens wide, and max_length={length}")
+        raise PromptTooLong(f"input_ids is {prompt_width} tokens wide, but max_length={length}")
     new = optional_integer("max_new_tokens", max_new_tokens, 0)
     return length - prompt_width if new is None else min(new, length - prompt_width)
 
 
-def _stops(value: Any) -> list[Any]:
-    """Return sequences of ids: [[20, 21], [10]] are two, [20, 21] is one, and so is 20."""
+def _stop_sequences(value: Any) -> list[Any]:
+    """Return a list of stop sequences: [[20, 21], [10]] has two, [20, 21] is one, and so is 20."""
     if value is None:
         return []
     value = value.tolist() if hasattr(value, "tolist") else value
-    many = list(value) if isinstance(value, list | tuple) else [value]
-    nested = [hasattr(entry, "__len__") for entry in many]
+    sequences = list(value) if isinstance(value, list | tuple) else [value]
+    nested = [hasattr(entry, "__len__") for entry in sequences]
     if any(nested) and not all(nested):
         raise InvalidRequest(
             f"stop_token_ids={value!r}: must be sequences of ids ([[20, 21], [10]]), or a single one "
             "([20, 21]), but not both"
         )
-    return many if any(nested) or not many else [many]
+    return sequences if any(nested) or not sequences else [sequences]
+
+
+# ---- Coati's helper functions: cache hooks, logits processors, and the check that all ranks are done
+
+
+def prepare_inputs_fn(input_ids: Tensor, **model_kwargs: Any) -> dict[str, Any]:
+    """Return the inputs of a model's next forward, as a `prepare_inputs_fn` of `generate`.
+
+    If the model returned a cache, only the ids that are not cached are passed on.
+
+    Args:
+        input_ids: `[B, L]`, prompt and completion so far.
+        model_kwargs: further inputs, passed on. The cache is `past`, or else `past_key_values` or `cache`
+            (transformers 5.24); `position_ids` default to those of `attention_mask`.
+
+    Returns:
+        A new dict with `input_ids`.
+    """
+    past, name = model_kwargs.pop("past", None), _cache_name(model_kwargs)
+    cache = model_kwargs.pop(name, None) if past is None else past
+    model_kwargs.pop(name, None)
+    mask, num_cached = model_kwargs.get("attention_mask"), 0
+    if hasattr(cache, "get_seq_length"):
+        num_cached = int(cache.get_seq_length())
+    elif cache:  # (K, V) pairs [B, heads, length, width]
+        num_cached = int(cache[0][0].shape[-2])
+    inputs = {**model_kwargs, "input_ids": input_ids[:, num_cached:]}
+    if cache is not None:  # the model may not accept one
+        inputs[name] = cache
+    types = model_kwargs.get("token_type_ids")
+    if isinstance(types, Tensor):
+        inputs["token_type_ids"] = types[:, num_cached:]
+    if isinstance(mask, Tensor) and mask.dim() == 2 and inputs.get("position_ids") is None:
+        positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+        inputs["position_ids"] = positions[:, num_cached:]
+    return inputs
+
+
+def _cache_name(values: Any) -> str:
+    """Return the name of the cache among a model's arguments or outputs."""
+    return "past_key_values" if field_of(values, "cache") is None else "cache"
+
+
+def update_model_kwargs_fn(
+    outputs: Any, new_mask: Any = None, **model_kwargs: Any
+) -> dict[str, Any]:
+    """Return the `model_kwargs` of the next step, as an `update_model_kwargs_fn` of `generate`.
+
+    Args:
+        outputs: the model's output; its `past_key_values` or `cache` is passed on (None if it has none).
+        new_mask: `[B, 1]`, the attention mask of the new token; or the `model_kwargs` as a dict, for a
+            mask of ones.
+        model_kwargs: those of the last step.
+
+    Returns:
+        A new dict; `attention_mask` and `token_type_ids`, if present, are one column wider.
+    """
+    if isinstance(new_mask, Mapping):
+        model_kwargs, new_mask = {**new_mask, **model_kwargs}, None
+    name = _cache_name(outputs)
+    updated = {**model_kwargs, name: field_of(outputs, name)}
+    types, mask = updated.get("token_type_ids"), updated.get("attention_mask")
+    if types is not None:
+        updated["token_type_ids"] = torch.cat([types, types[:, -1:]], dim=-1)
+    if mask is not None:
+        new = mask.new_ones(mask.shape[0], 1) if new_mask is None else new_mask
+        updated["attention_mask"] = torch.cat([mask, new], dim=-1)
+    return updated
+
+
+def _prepare_logits_processor(
+    top_k: int | None = None, top_p: float | None = None, temperature: float | None = None
+) -> LogitsProcessorList:
+    """Return transformers' processors for temperature, top-k and top-p, in this order, if enabled.
+
+    For custom loops; `generate` itself uses Verbatim's sampler.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+    from transformers import (
+        LogitsProcessorList,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    processors = LogitsProcessorList()
+    if temperature is not None and temperature != 1.0:
+        processors.append(TemperatureLogitsWarper(float(temperature)))
+    if top_k is not None and top_k not in (0, -1):
+        processors.append(TopKLogitsWarper(top_k))
+    if top_p is not None and top_p != 1.0:
+        processors.append(TopPLogitsWarper(float(top_p)))
+    return processors
+
+
+def _is_sequence_finished(unfinished_sequences: Tensor) -> bool:
+    """Return whether every row of every rank has ended; `unfinished_sequences` `[B]` is 0 for ended rows."""
+    if not isinstance(unfinished_sequences, Tensor):
+        raise InvalidRequest(f"unfinished_sequences={unfinished_sequences!r}: must be a tensor")
+    num_unfinished = unfinished_sequences.count_nonzero()
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(num_unfinished)
+    return int(num_unfinished) == 0

@@ -1,7 +1,4 @@
-"""FlexLLMGen's `OptLM` with its `Policy`, on Verbatim's engine.
-
-`docs/coming-from/flexllmgen.md` says what differs.
-"""
+"""FlexLLMGen's `OptLM` with its `Policy` on Verbatim's engine; see docs/coming-from/flexllmgen.md."""
 
 from verbatim.compat.flexllmgen.benchmark import (
     Task,

@@ -8,9 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from verbatim.compat.flexllmgen.model import OptLM
+from verbatim.compat.flexllmgen.model import OptLM, Timings
 from verbatim.compat.flexllmgen.policy import ExecutionEnv, Policy
-from verbatim.compat.flexllmgen.timings import Timings
 from verbatim.errors import InvalidRequest
 
 _PROMPT = "The longest river of Africa is the Nile. "
@@ -20,7 +19,7 @@ _GB = 2**30
 
 @dataclass(frozen=True)
 class Task:
-    """The arguments of one `generate`, as FlexLLMGen names them."""
+    """The arguments of one `generate`, under FlexLLMGen's names."""
 
     inputs: Any
     prompt_len: int
@@ -65,12 +64,12 @@ def add_parser_arguments(parser: argparse.ArgumentParser) -> None:
 def run_flexllmgen(args: argparse.Namespace) -> Timings:
     """Run one block of rows after a warmup, print its figures, and return its timings.
 
-    Every row is the same sentence over and over, of exactly `prompt_len` tokens.
+    Every prompt is the same sentence, repeated to exactly `prompt_len` tokens.
 
     Args:
-        args: of `add_parser_arguments`. The figures go to stdout from `verbose` 1 on, with the text of the
-            first and the last row from 2 on, and are appended to `log_file` unless `no_log`: "auto" is a
-            name made of the sizes, in the working directory.
+        args: flags of `add_parser_arguments`. The figures go to stdout if `verbose` is at least 1, with the
+            text of the first and the last row if it is at least 2. They are appended to `log_file` unless
+            `no_log`; "auto" is a file in the working directory, named after the sizes.
 
     Raises:
         InvalidRequest, NotSupported: a flag out of range or unsupported, or a model without tokenizer.
@@ -99,8 +98,8 @@ def run_flexllmgen(args: argparse.Namespace) -> Timings:
         )
         info, timings = model.llm.info(), model.timings
         texts = [tokenizer.hf.decode(row, skip_special_tokens=True) for row in out[[0, -1]]]
-    kept = info["kv_bytes_per_token"] * len(rows) * (args.prompt_len + args.gen_len)
-    line = f"model size: {info['weight_bytes'] / _GB:.3f} GB\tcache size: {kept / _GB:.3f} GB"
+    kv_bytes = info["kv_bytes_per_token"] * len(rows) * (args.prompt_len + args.gen_len)
+    line = f"model size: {info['weight_bytes'] / _GB:.3f} GB\tcache size: {kv_bytes / _GB:.3f} GB"
     figures = "\n".join([line, *_speeds(timings, args.prompt_len), *timings.lines()[2:]])
     if args.verbose >= 2:
         sys.stdout.write("".join(f"{number}: {text}\n" for number, text in enumerate(texts)))
@@ -115,7 +114,7 @@ def run_flexllmgen(args: argparse.Namespace) -> Timings:
 
 
 def _speeds(timings: Timings, prompt_len: int) -> list[str]:
-    """Return seconds and tokens per second of what was run."""
+    """Return lines with the latency and throughput of prefill, decode, and both together."""
     rows, steps = timings.num_rows, len(timings.costs)
     parts = {
         "prefill": (timings.prefill.wall_s, rows * prompt_len),

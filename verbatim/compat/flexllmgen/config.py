@@ -1,4 +1,4 @@
-"""`OptConfig`, `get_opt_config`, and the lookup of a model by name."""
+"""`OptConfig`, `get_opt_config`, and the search for a model by name."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SHAPES = {
     "galactica-30b": (48, 56, 7168),
 }
 _GALACTICA_VOCAB = 50_000
-# OptConfig fields by their transformers names. A name alone implies the first three: the
-# vocabulary changes with fine-tuning.
+# transformers' names of the OptConfig fields. A model's name implies only `_IMPLIED_BY_NAME`: fine-tuning
+# can change the vocabulary.
 _FIELDS = {
     "num_hidden_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -41,7 +41,7 @@ class OptConfig:
     """The shape of an OPT model, which must match the checkpoint's.
 
     Attributes:
-        pad_token_id: fills `inputs` on the left, and a row after its stop.
+        pad_token_id: id that pads `inputs` on the left, and a row after its stop.
     """
 
     name: str = "opt-125m"
@@ -59,26 +59,23 @@ class OptConfig:
         return self.hidden_size
 
     def model_bytes(self) -> int:
-        """Return the size of the weights in 16 bits, with the output layer tied to the embedding."""
+        """Return the size of the weights in bytes: 16 bits per weight, LM head tied to the embedding."""
         width, hidden = self.hidden_size, self.ffn_embed_dim
         layer = 4 * width * (width + 1) + 2 * width * hidden + hidden + width + 4 * width
         embeddings = (self.vocab_size + self.max_seq_len + 2) * width
         return 2 * (self.num_hidden_layers * layer + embeddings + 2 * width)
 
     def cache_bytes(self, batch_size: int, seq_len: int) -> int:
-        """Return the size of K and V in 16 bits."""
+        """Return the size of K and V in bytes, in 16 bits."""
         return 2 * self.num_hidden_layers * self.hidden_bytes(batch_size, seq_len)
 
     def hidden_bytes(self, batch_size: int, seq_len: int) -> int:
-        """Return the size of one layer's output in 16 bits."""
+        """Return the size of one layer's output in bytes, in 16 bits."""
         return 2 * batch_size * seq_len * self.hidden_size
 
 
 def get_opt_config(name: str, **kwargs: Any) -> OptConfig:
-    """Return the config of an OPT by its name: "facebook/opt-30b", "opt-30b", "opt-iml-max-30b".
-
-    Args:
-        kwargs: fields to override.
+    """Return the config of an OPT by its name, such as "facebook/opt-30b"; `kwargs` override its fields.
 
     Raises:
         InvalidRequest: an unknown name; other models need no config.
@@ -87,7 +84,7 @@ def get_opt_config(name: str, **kwargs: Any) -> OptConfig:
         raise InvalidRequest(f"name={name!r}: must be a string")
     config = config_by_name(name, **kwargs)
     if config is None:
-        raise InvalidRequest(f"no OPT model is called {name!r}; there are {', '.join(_SHAPES)}")
+        raise InvalidRequest(f"there is no OPT model {name!r}; known are {', '.join(_SHAPES)}")
     return config
 
 
@@ -114,7 +111,7 @@ def find_model(config: OptConfig | str | os.PathLike[str], path: Any) -> str:
 
     Raises:
         InvalidRequest: `path` is invalid or would not be used.
-        NotSupported: FlexLLMGen's own folders of numpy files, and its dummy weights.
+        NotSupported: a folder of FlexLLMGen's numpy files, or its dummy weights.
         ModelError: the folder does not exist.
     """
     name = config.name if isinstance(config, OptConfig) else os.path.expanduser(config)
@@ -125,7 +122,7 @@ def find_model(config: OptConfig | str | os.PathLike[str], path: Any) -> str:
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise InvalidRequest(f"path={path!r}: must be the path of a folder, or None")
     if "_DUMMY_" in os.fspath(path):
-        raise NotSupported(f"path={path!r}: dummy weights are not made; give a model's folder")
+        raise NotSupported(f"path={path!r}: dummy weights are not supported; give a model's folder")
     root, short = Path(os.path.expanduser(path)), name.rstrip("/").rsplit("/", 1)[-1]
     # Joining an absolute name would drop the root.
     for folder in (root / name.lstrip("/"), root / short, root):
@@ -144,18 +141,15 @@ def find_model(config: OptConfig | str | os.PathLike[str], path: Any) -> str:
 
 
 def check_config(config: OptConfig, model_config: Any, *, by_name: bool) -> None:
-    """Raise InvalidRequest unless the model has the shape of `config`.
+    """Raise InvalidRequest unless the model, with this transformers config, has the shape of `config`.
 
-    Args:
-        model_config: the model's transformers config.
-        by_name: `config` follows from a name; compare only the fields implied by it.
+    `by_name`: `config` comes from a name, and only the fields implied by the name are compared.
     """
     for name in _IMPLIED_BY_NAME if by_name else _FIELDS:
         expected, actual = getattr(config, name), getattr(model_config, _FIELDS[name], None)
         if expected != actual:
             raise InvalidRequest(
-                f"{config.name} has {name}={expected}, and the model that was found has {actual}; it is "
-                "another one"
+                f"{config.name} has {name}={expected}, but the model found has {actual}"
             )
 
 

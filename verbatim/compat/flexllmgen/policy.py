@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verbatim.checks import check_fields, integer, number
+from verbatim.common.checks import check_fields, integer, number
+from verbatim.compat.shared import check_kind
 from verbatim.errors import InvalidRequest, NotSupported, TierFailed
-from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.placement.offload.choice import Offload, percents
+from verbatim.quantization.formats import GROUP_SIZES, Quantization
 
-# Dimensions of groups and, by bits, their sizes; and why there are no other dimensions.
-_BUILT: dict[str, tuple[tuple[int, ...], dict[int, tuple[int, ...]], str]] = {
+# Supported group dimensions, group sizes by bits, and the reason why other dimensions are rejected.
+_SUPPORTED_GROUPS: dict[str, tuple[tuple[int, ...], dict[int, tuple[int, ...]], str]] = {
     "comp_weight_config": (
         (0, 1),
         dict.fromkeys((4, 8), GROUP_SIZES),
@@ -23,27 +24,23 @@ _BUILT: dict[str, tuple[tuple[int, ...], dict[int, tuple[int, ...]], str]] = {
     ),
     "comp_cache_config": (
         (2,),
-        {8: (64, 128), 4: (32, 64)},  # the second is run in two halves
+        {8: (64, 128), 4: (32, 64)},  # a group of the second size is split in two
         "a group lies within one token's vector of one head; must be 2",
     ),
 }
-_ROWS = 512  # prompt tokens of each sequence of a block that share one reading of the weights
+_PROMPT_TOKENS = 512  # prompt tokens per sequence and step: they share one read of the weights
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A tier of memory.
-
-    Attributes:
-        path: the folder of the disk tier; None is the system's folder for temporary files.
-    """
+    """A memory tier."""
 
     name: str
-    path: Path | None = None
+    path: Path | None = None  # of the disk tier; None: the system's folder for temporary files
 
 
 def TorchDevice(name: str, *_: object, **__: object) -> Tier:  # noqa: N802
-    """Return the tier of a device: "cpu", or "cuda" and "cuda:0" for the gpu tier; its sizes are measured."""
+    """Return the cpu tier for "cpu", the gpu tier for "cuda" or "cuda:0"; other arguments are ignored."""
     kind = name.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise InvalidRequest(f"name={name!r}: must be 'cpu' or 'cuda'")
@@ -69,7 +66,7 @@ def TorchDisk(path: str | os.PathLike[str], *_: object, **__: object) -> Tier:  
 
 
 def TorchMixedDevice(base_devices: object = ()) -> Tier:  # noqa: N802
-    """Return the name of tensors over several tiers; the policy splits them."""
+    """Return the mixed tier, of tensors that the policy splits over several tiers."""
     return Tier("mixed")
 
 
@@ -91,8 +88,7 @@ class ExecutionEnv:
     def create(cls, offload_dir: str | os.PathLike[str]) -> ExecutionEnv:
         """Return an environment with `offload_dir` as its disk tier; see `TorchDisk`.
 
-        Files there are unnamed, and nothing is left behind; weights are read from the
-        checkpoint itself, not copied.
+        Files there are unnamed and temporary; weights are read from the checkpoint itself, not copied.
         """
         return cls(disk=TorchDisk(offload_dir))
 
@@ -109,9 +105,9 @@ class CompressionConfig:
     Attributes:
         num_bits: bits per element.
         group_size: elements per scale.
-        group_dim: the dimension of the groups: 1 of a weight `[out, in]`, 2 of K and V
+        group_dim: the dimension that is grouped: 1 of a weight `[out, in]`, 2 of K and V
             `[tokens, heads, width]`. 0 of a weight is read as 1, with a warning.
-        symmetric: True is refused if used: a group stores its lowest and its highest element.
+        symmetric: True is rejected when a `Policy` uses it: a group stores its minimum and maximum.
         enabled: False compresses nothing.
 
     Raises:
@@ -137,27 +133,24 @@ _CACHE = CompressionConfig(num_bits=4, group_size=32, group_dim=2, symmetric=Fal
 class Policy:
     """The placement of weights, K and V and activations, and the batch sizes.
 
-    Percents are 0 to 100; the rest goes to the disk. Tokens depend on none of it except
-    compression.
+    Percents are 0 to 100; the rest goes to the disk. Only compression changes tokens.
 
     Attributes:
         gpu_batch_size: sequences computed at once.
-        num_gpu_batches: batches per block, which share each reading of a layer.
-        w_gpu_percent, w_cpu_percent: of the weights.
-        cache_gpu_percent, cache_cpu_percent: of K and V.
-        act_gpu_percent, act_cpu_percent: of the activations of waiting batches.
+        num_gpu_batches: batches per block; they share each read of a layer.
+        w_gpu_percent, w_cpu_percent: shares of the weights.
+        cache_gpu_percent, cache_cpu_percent: shares of K and V.
+        act_gpu_percent, act_cpu_percent: shares of the activations of waiting batches.
         overlap: read and write while computing.
-        sep_layer: attention and MLP as two layers. Accepted, without effect: a layer is read in
-            pieces anyway, and freed as soon as all batches have passed it.
-        pin_weight: accepted, without effect: weights in RAM are pinned for a GPU, and used in place on a
-            CPU.
-        cpu_cache_compute: attention over K and V in RAM runs there. Without effect on a CPU, refused on a
-            GPU.
-        attn_sparsity: 1.0; less is refused.
-        compress_weight, comp_weight_config: weights in 8 or 4 bits.
-        compress_cache, comp_cache_config: K and V in 8 or 4 bits. Groups of twice the kept size, 64 at
-            4 bits, are run in two halves, with a warning.
-        w_disk_percent, cache_disk_percent, act_disk_percent: the rest, on the disk.
+        sep_layer: treat attention and MLP as two layers. No effect: a layer is always read in pieces, and
+            freed as soon as all batches have passed it.
+        pin_weight: no effect: weights in RAM are pinned for a GPU, and used in place on a CPU.
+        cpu_cache_compute: attention over K and V in RAM runs on the CPU. Refused on a GPU, no effect without.
+        attn_sparsity: must be 1.0; lower values are rejected.
+        compress_weight, comp_weight_config: quantize weights to 8 or 4 bits.
+        compress_cache, comp_cache_config: quantize K and V to 8 or 4 bits. A group of twice the native
+            size (64 at 4 bits) is split in two, with a warning.
+        w_disk_percent, cache_disk_percent, act_disk_percent: the remaining shares, on the disk.
 
     Raises:
         InvalidRequest: a value out of its range; the message names it.
@@ -190,27 +183,26 @@ class Policy:
             try:
                 shares = percents(kind, values)
             except InvalidRequest:
-                given = " and ".join(f"{n}={v!r}" for n, v in zip(names, values, strict=True))
+                shown = " and ".join(f"{n}={v!r}" for n, v in zip(names, values, strict=True))
                 raise InvalidRequest(
-                    f"{given}: must be percentages, 0 to 100, together at most 100"
+                    f"{shown}: must be percentages, 0 to 100, together at most 100"
                 ) from None
             for name, share in zip(names, shares, strict=False):
                 object.__setattr__(self, name, share)
-        for name in _BUILT:
-            if not isinstance(value := getattr(self, name), CompressionConfig):
-                raise InvalidRequest(f"{name}={value!r}: must be a CompressionConfig")
+        for name in _SUPPORTED_GROUPS:
+            check_kind(name, getattr(self, name), CompressionConfig, "a CompressionConfig")
         if number("attn_sparsity", self.attn_sparsity, 0, 1, above=True) < 1:
             raise NotSupported(
-                f"attn_sparsity={self.attn_sparsity!r}: there a prompt attends to all keys and a completion "
-                "to a share of the padded batch's, so tokens would depend on the rest of the batch. A fixed "
-                "number of keys is done, with OptLM(LLM(model, placement=Offload(attention_top_k=...))). "
-                "Leave it at 1.0"
+                f"attn_sparsity={self.attn_sparsity!r}: FlexLLMGen lets a completion attend to a "
+                "share of the padded batch's keys, so tokens would depend on the rest of the "
+                "batch. A fixed number of keys is supported: OptLM(LLM(model, "
+                "placement=Offload(attention_top_k=...))). Leave it at 1.0"
             )
         for name, config in self.compressions().items():
             _check_compression(name, config)
 
     def compressions(self) -> dict[str, CompressionConfig]:
-        """Return the configs that are used, by their names."""
+        """Return the enabled compression configs, by field name."""
         kinds = {"weight": self.comp_weight_config, "cache": self.comp_cache_config}
         return {
             f"comp_{kind}_config": config
@@ -223,16 +215,15 @@ class Policy:
     act_disk_percent = property(lambda self: self.percents("act")[2])
 
     def percents(self, kind: str) -> tuple[float, float, float]:
-        """Return the shares of "w", "cache" or "act" on the three tiers."""
+        """Return the percents of "w", "cache" or "act" on gpu, cpu and disk."""
         gpu, cpu = getattr(self, f"{kind}_gpu_percent"), getattr(self, f"{kind}_cpu_percent")
         return gpu, cpu, max(0.0, 100 - gpu - cpu)
 
 
 def options_of(policy: Policy | None, disk: Path | None) -> dict[str, Any]:
-    """Return the options of `LLM` for a policy; without one, Verbatim plans the placement.
+    """Return the options of `LLM` for a policy; without a policy, Verbatim plans the placement.
 
-    Args:
-        disk: the folder for offloaded K and V and activations.
+    `disk` is the folder for offloaded K and V and activations.
     """
     if policy is None:
         return {"placement": Offload(disk=disk)}
@@ -247,11 +238,11 @@ def options_of(policy: Policy | None, disk: Path | None) -> dict[str, Any]:
             micro_batches=policy.num_gpu_batches,
             overlap=policy.overlap,
             cpu_cache_compute=policy.cpu_cache_compute,
-            policy=None,  # everything is set, so nothing has to be measured
+            policy=None,  # everything is set, so there is nothing to measure
         ),
         "max_sequences": block,
-        # Prompts of a block share one reading of each layer.
-        "max_batch_tokens": max(2048, block * _ROWS),
+        # All prompts of a block share one read of each layer.
+        "max_batch_tokens": max(2048, block * _PROMPT_TOKENS),
     }
     used = policy.compressions()
     if (config := used.get("comp_weight_config")) is not None:
@@ -262,15 +253,15 @@ def options_of(policy: Policy | None, disk: Path | None) -> dict[str, Any]:
 
 
 def _check_compression(name: str, config: CompressionConfig) -> None:
-    """Refuse a compression that is used and not built; warn of one that is run in another way."""
-    dims, sizes, why = _BUILT[name]
+    """Reject an unsupported compression; warn if it is implemented with other groups."""
+    dims, sizes, why = _SUPPORTED_GROUPS[name]
     if config.group_dim not in dims:
         raise NotSupported(f"{name}.group_dim={config.group_dim}: {why}")
     if config.num_bits not in sizes:
         raise NotSupported(f"{name}.num_bits={config.num_bits}: must be 4 or 8")
     if config.symmetric:
         raise NotSupported(
-            f"{name}.symmetric=True: a group keeps its lowest and its highest element; must be False"
+            f"{name}.symmetric=True: a group stores its minimum and its maximum; must be False"
         )
     if config.group_size not in (allowed := sizes[config.num_bits]):
         raise NotSupported(
@@ -279,11 +270,11 @@ def _check_compression(name: str, config: CompressionConfig) -> None:
         )
     warning = None
     if config.group_dim == 0:
-        warning = "group_dim=0 is read as 1: groups run along the inputs of a weight [out, in]"
+        warning = "group_dim=0 is treated as 1: groups run along the inputs of a weight [out, in]"
     elif config.group_dim == 2 and config.group_size != allowed[0]:
         warning = (
-            f"group_size={config.group_size} is run in groups of {allowed[0]}: no element errs more, and a "
-            "group's two ends are kept twice as often"
+            f"group_size={config.group_size} is split into groups of {allowed[0]}: no element's "
+            "error grows, and minimum and maximum are stored twice as often"
         )
     if warning is not None:
         warnings.warn(f"{name}.{warning}", stacklevel=4)

@@ -1,6 +1,6 @@
-"""KempnerForge's `generate`, `sample` and `KVCache`, on Verbatim's engine.
+"""KempnerForge's `generate`, `sample` and `KVCache` on Verbatim's engine.
 
-`docs/coming-from/kempnerforge.md` says what differs. The command is `python -m verbatim.compat.kempnerforge`.
+See docs/coming-from/kempnerforge.md; the command is `python -m verbatim.compat.kempnerforge`.
 """
 
 from __future__ import annotations

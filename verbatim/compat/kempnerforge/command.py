@@ -1,4 +1,4 @@
-"""The command `scripts/generate.py`: generates for one prompt, or interactively."""
+"""KempnerForge's `scripts/generate.py`: generate for one prompt, or interactively."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from verbatim.model.kempner.config import KempnerConfig, ModelConfig
 from verbatim.params import SamplingParams
 
 if TYPE_CHECKING:
-    from verbatim.llm import LLM
+    from verbatim.api.llm import LLM
 
-# Values kept as text: a folder may be called "5".
+# Fields that stay text: a folder may be named "5".
 _PATHS = {("data", "tokenizer_path"), ("checkpoint", "load_path")}
 # Flags that are true without a value, and take one only after "=".
 _BOOLEANS = {
@@ -45,10 +45,10 @@ def _run(arguments: Sequence[str]) -> None:
     params = SamplingParams(max_tokens=flags.max_tokens, seed=flags.seed, **sampling)
     values = dict.fromkeys(option.name for option in MODEL)
     settings = {"model": config.load_path, "config": config}
-    wide = flags.dtype == "float16"
-    if wide:
+    is_float16 = flags.dtype == "float16"
+    if is_float16:
         note("--dtype float16: computed in float32, which holds every float16")
-    dtype = "float32" if wide else flags.dtype
+    dtype = "float32" if is_float16 else flags.dtype
     settings |= {"dtype": dtype, "device": flags.device}
     with open_llm(values | settings) as llm:
         admission = llm.engine.admission
@@ -65,14 +65,14 @@ def _run(arguments: Sequence[str]) -> None:
 
 
 def _check(flags: argparse.Namespace, config: KempnerConfig) -> None:
-    """Refuse invalid flags before anything is opened."""
+    """Reject invalid flags before anything is opened."""
     if flags.dtype not in ("bfloat16", "float16", "float32"):
         raise InvalidRequest(f"--dtype {flags.dtype}: must be bfloat16, float16 or float32")
     if not flags.prompt and not flags.interactive:
         raise InvalidRequest("there is no prompt: give --prompt or --interactive")
     if config.load_path is None:
         raise InvalidRequest(
-            "there is no checkpoint: give --checkpoint.load_path (random weights have nothing to say)"
+            "there is no checkpoint: give --checkpoint.load_path (random weights generate noise)"
         )
     if not os.path.exists(os.path.expanduser(config.load_path)):
         raise ModelError(f"checkpoint path does not exist: {config.load_path}")
@@ -83,7 +83,7 @@ def _check(flags: argparse.Namespace, config: KempnerConfig) -> None:
 
 
 def _answer(llm: LLM, prompt: str, params: SamplingParams) -> None:
-    """Continue a prompt, and print both. Ctrl-C ends it early and keeps the text so far."""
+    """Continue a prompt, and print both. Ctrl-C stops generation and keeps the text so far."""
     params = seeded(params)
     texts, count, _ = read_stream(llm.stream(prompt, params))
     _print(f"\n--- Prompt ---\n{prompt}")
@@ -93,7 +93,7 @@ def _answer(llm: LLM, prompt: str, params: SamplingParams) -> None:
 
 
 def _converse(llm: LLM, params: SamplingParams) -> None:
-    """Read prompts from stdin, one a line, until its end or Ctrl-C; print errors and continue."""
+    """Answer prompts from stdin, one per line, until EOF or Ctrl-C; print errors and continue."""
     if sys.stdin is None:
         raise WrongUsage("stdin is closed: there are no prompts to read")
     if sys.stdin.isatty():
@@ -130,7 +130,7 @@ def _print(text: str) -> None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise WrongUsage(f"{message} (--help lists what there is)")
+        raise WrongUsage(f"{message} (see --help)")
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Overrides]:
@@ -141,7 +141,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Overrides]:
             not use.
     """
     parser = _parser()
-    # The value of such a flag is never an override, whatever it looks like.
+    # Flags that take a value; the value is never parsed as an override.
     valued = {flag for a in parser._actions if a.nargs is None for flag in a.option_strings}
     rest: list[str] = []
     overrides: Overrides = {}
@@ -168,8 +168,8 @@ def _override(overrides: Overrides, section: str, field: str, text: str | None) 
     name, is_path = f"{section}.{field}", (section, field) in _PATHS
     if section != "model" and not is_path:
         raise WrongUsage(
-            f"--{name} has no part in generation; --model.*, --data.tokenizer_path and "
-            "--checkpoint.load_path have"
+            f"--{name} does not affect generation; only --model.*, --data.tokenizer_path and "
+            "--checkpoint.load_path do"
         )
     if is_path and not text:
         raise WrongUsage(f"--{name} needs a value")
@@ -192,10 +192,10 @@ def _parser() -> argparse.ArgumentParser:
         prog=_PROG,
         allow_abbrev=False,
         description="Generate text from a KempnerForge checkpoint.",
-        epilog="--section.field=VALUE or --section.field VALUE goes before what the config says: "
+        epilog="--section.field=VALUE or --section.field VALUE overrides the config: "
         "--checkpoint.load_path (a step_N, or the folder with its link latest), "
-        "--data.tokenizer_path, and --model.*; a boolean field alone is true, and takes no VALUE but "
-        "after =.",
+        "--data.tokenizer_path, and --model.*; a boolean field alone is true; its VALUE, if any, "
+        "must follow =.",
     )
     add = parser.add_argument
     add("config", help="the TOML the model was trained with")
@@ -204,8 +204,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=1.0, metavar="T", help="default: 1.0; 0 is greedy")
     add("--top_k", type=int, default=0, metavar="K", help="default: 0, which keeps all")
     add("--top_p", type=float, default=1.0, metavar="P", help="default: 1.0, which keeps all")
-    add("--seed", type=int, default=None, metavar="N", help="a fresh one if left out")
-    add("--interactive", action="store_true", help="ask for prompts, one a line")
+    add("--seed", type=int, default=None, metavar="N", help="default: random")
+    add("--interactive", action="store_true", help="read prompts from stdin, one per line")
     add("--device", default="auto", metavar="D", help="auto, cpu, cuda or cuda:N")
     add(
         "--dtype",

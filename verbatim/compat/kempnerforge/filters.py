@@ -1,15 +1,15 @@
-"""KempnerForge's filters as Verbatim's sampling fields; imports no torch, for a fast command."""
+"""Translates KempnerForge's filters to Verbatim's. Imports no torch, so that the command starts fast."""
 
 from __future__ import annotations
 
 from numbers import Integral, Real
 from typing import Any
 
-_KEEPS_ONE_ID = 1e-30  # a top_p that the likeliest id alone reaches
+_KEEPS_ONE_ID = 1e-30  # a top_p that keeps only the likeliest id
 
 
 def filters(temperature: Any, top_k: Any, top_p: Any, vocab_size: int) -> dict[str, Any]:
-    """Return Verbatim's sampling fields; `SamplingParams` refuses values out of range."""
+    """Return Verbatim's sampling fields; `SamplingParams` checks their ranges."""
     is_count = isinstance(top_k, Integral) and not isinstance(top_k, bool)
     return {
         "temperature": temperature,
@@ -19,5 +19,5 @@ def filters(temperature: Any, top_k: Any, top_p: Any, vocab_size: int) -> dict[s
 
 
 def is_zero(value: Any) -> bool:
-    """Return whether a number, which a bool is not, is 0."""
+    """Return whether a value is the number 0; a bool is not a number."""
     return isinstance(value, Real) and value is not False and value == 0

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import verbatim
-from verbatim.checks import integer
+from verbatim.api.llm import LLM
+from verbatim.api.padded import check_padded
+from verbatim.api.tensors import engine_of
+from verbatim.common.checks import integer
 from verbatim.compat.kempnerforge.filters import filters, is_zero
 from verbatim.errors import InvalidRequest, PromptTooLong
-from verbatim.llm import LLM
-from verbatim.tensors import check_padded, engine_of
 
 
 def sample(
@@ -26,23 +27,23 @@ def sample(
 ) -> Tensor:
     """Draw one id from each row of logits: `[B, V]` to `[B]` int64.
 
-    Temperature 0 takes the largest logit, the lowest id of several, and no filter runs. Otherwise the
-    order is temperature, top-k, top-p. Row b draws with sample index b.
+    Temperature 0 takes the largest logit (ties: the lowest id), without filters. Otherwise the order is
+    temperature, top-k, top-p. Row b draws with sample index b.
 
     Args:
         top_k: 0 keeps all; more than V keeps all.
         top_p: 1.0 keeps all; 0 keeps one id.
-        seed, position: as in `verbatim.sample`: with `generate`'s seed, and at each step the length of the
-            rows so far, a loop draws `generate`'s tokens. By default, one number is drawn from torch's
+        seed, position: as in `verbatim.sample`. A loop that passes `generate`'s seed, and the length of the
+            rows so far as position, draws the same tokens. By default, one number is drawn from torch's
             default generator.
 
     Raises:
-        InvalidRequest: a value out of range, a row without a token that can be drawn, or one of seed
-            and position without the other.
+        InvalidRequest: a value out of range, a row without a token that can be drawn, or only one of
+            seed and position.
     """
     width = logits.shape[-1] if isinstance(logits, Tensor) and logits.dim() else 0
     if seed is None and position is None and is_zero(temperature):
-        seed, position = 0, 0  # greedy: leave torch's generator alone
+        seed, position = 0, 0  # greedy: do not advance torch's generator
     return verbatim.sample(
         logits, **filters(temperature, top_k, top_p, width), seed=seed, position=position
     )
@@ -66,9 +67,9 @@ def generate(
             `LLM`. One engine is kept for a module, as long as the module lives.
         prompt_tokens: `[B, P]` or `[P]`, integers.
         temperature, top_k, top_p: as in `sample`.
-        eos_token_id: ends a row, and pads it. None: only the length ends a row;
-            the model's end-of-sequence ids are ignored.
-        seed: for all rows; row b has sample index b. None draws one from torch's default generator.
+        eos_token_id: id that ends a row and pads it. None: only the length ends a row. The model's own
+            end-of-sequence ids are ignored.
+        seed: shared by all rows; row b has sample index b. None draws it from torch's default generator.
 
     Returns:
         `[B, P + N]` int64, or `[P + N]` for a single prompt, on the device of `prompt_tokens`: an
@@ -111,15 +112,15 @@ class KVCache:
     Args:
         batch_size: rows, all of the same length.
         max_seq_len: capacity in positions.
-        n_kv_heads, head_dim: of the layer.
-        dtype, device: of the cache; new values are converted by `torch.can_cast`'s rules.
+        n_kv_heads, head_dim: number of KV heads, and their size.
+        dtype, device: of the cache; new values are cast to it if `torch.can_cast` allows it.
 
     Attributes:
         k, v: `[batch_size, n_kv_heads, max_seq_len, head_dim]`, zero where unused.
         seq_len: positions in use.
 
     Raises:
-        InvalidRequest: a size below 1 or not an integer, or memory that can't be allocated.
+        InvalidRequest: a size is not a positive integer, or the memory can't be allocated.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class KVCache:
         }
         shape = [integer(name, value, 1) for name, value in sizes.items()]
         try:
-            with torch.inference_mode(False):  # it may be written to in any mode
+            with torch.inference_mode(False):  # so that it can be written in any mode
                 self.k = torch.zeros(shape, dtype=dtype, device=device)
                 self.v = torch.zeros(shape, dtype=dtype, device=device)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -149,7 +150,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K and V together."""
+        """Size of K and V together, in bytes."""
         return self.k.nbytes + self.v.nbytes
 
     def update(self, k_new: Tensor, v_new: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,8 +173,8 @@ class KVCache:
             no_data = new.layout != torch.strided or (new.is_meta and not self.k.is_meta)
             if no_data or not torch.can_cast(new.dtype, self.k.dtype):
                 raise InvalidRequest(
-                    f"{name} is {new.dtype}, {new.layout} on {new.device}; this cache takes dense tensors "
-                    f"that become {self.k.dtype} on {self.k.device}"
+                    f"{name} is {new.dtype}, {new.layout} on {new.device}; this cache takes dense "
+                    f"tensors convertible to {self.k.dtype} on {self.k.device}"
                 )
             if new.dim() != 4 or new.shape != (rows, heads, k_new.shape[2], width):
                 raise InvalidRequest(

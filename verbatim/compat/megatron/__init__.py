@@ -1,6 +1,6 @@
-"""Megatron Core's `TextGenerationController` with its inputs and outputs, on Verbatim's engine.
+"""Megatron Core's `TextGenerationController` on Verbatim's engine.
 
-`docs/coming-from/megatron.md` maps every name of the original.
+docs/coming-from/megatron.md maps every name of the original.
 """
 
 from __future__ import annotations

@@ -10,22 +10,27 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from verbatim.compat.batches import by_name
+import verbatim
+from verbatim.api.llm import LLM
+from verbatim.api.padded import pad_rows
+from verbatim.api.tensors import engine_of, has_known_layers, open_forward
+from verbatim.batch import SamplePlan, SampleRow
+from verbatim.common.checks import optional_integer
 from verbatim.compat.megatron.context import DynamicInferenceContext
 from verbatim.compat.megatron.request import InferenceRequest, SamplingParams
-from verbatim.compat.megatron.sampling import DraftSteps, draw, top_of_rows
 from verbatim.compat.megatron.static import AsyncStream, put_partial, run_static_batch
-from verbatim.compat.megatron.tokenizer import detokenize, eod_of, tokenize_prompt
-from verbatim.compat.megatron.translation import Translation
+from verbatim.compat.megatron.translation import Translation, detokenize, eod_of, tokenize_prompt
+from verbatim.compat.shared import by_name
+from verbatim.core import TopLogprobs
 from verbatim.errors import InvalidRequest, NotSupported, UnsupportedModel, VerbatimError
-from verbatim.llm import LLM
-from verbatim.tensors import engine_of, has_known_layers, open_forward, pad_rows
+from verbatim.params import SamplingParams as EngineParams
+from verbatim.sampling.sampler import sample_rows
 
 TopNDict = dict[int, list[dict[str, float]]]
 _KWARGS = ("common_inference_params", "position")
-_STEP_LENGTH = 4096  # tokens of a request, where a wrapper names no limit
-# Documented internals of a step that have no counterpart, with what to use.
-_ELSEWHERE = by_name(
+_STEP_LENGTH = 4096  # maximum tokens of a request if its wrapper sets no limit
+# Documented internals of a step that have no counterpart, with what to use instead.
+_REPLACED = by_name(
     {
         "the engine does it inside of a step; call generate_output_tokens_dynamic_batch": (
             "_dynamic_step_context_init _dynamic_step_forward_logits"
@@ -33,7 +38,7 @@ _ELSEWHERE = by_name(
         'drafts are verified inside of a step; open the LLM with draft=, such as draft="mtp"': (
             "_dynamic_step_sample_logits_and_verify_tokens _compute_serial_mtp_and_sample"
         ),
-        "log-probs are made with the samples; set return_log_probs or top_n_logprobs of a request": (
+        "log-probs come with the samples; set return_log_probs or top_n_logprobs of a request": (
             "_dynamic_step_calculate_log_probs _dynamic_step_calculate_log_probs_speculative "
             "_dynamic_step_calculate_top_n_logprobs _dynamic_step_calculate_top_n_logprobs_speculative"
         ),
@@ -42,23 +47,23 @@ _ELSEWHERE = by_name(
 
 
 class InferenceWrappedModel:
-    """An open `LLM` or a live module with its inference context, as Megatron wraps it."""
+    """An open `LLM` or a live module with an inference context, like Megatron's wrapper."""
 
     def __init__(self, model: LLM | nn.Module, inference_context: Any = None) -> None:
         self.model = model
         self.inference_context = inference_context
 
 
-class TextGenerationController(DraftSteps):
+class TextGenerationController:
     """Tokenizes, generates on the engine, and detokenizes.
 
     Args:
         inference_wrapped_model: an open `LLM`; a live transformers module, for which one engine is kept;
             an object with one of these as `model`; or any object with Megatron's `run_one_forward_step`,
-            which is called with each whole row. Its `inference_context` is replaced, and a
-            `max_sequence_length` of the old one is kept as the limit.
-        tokenizer: Hugging Face's or Megatron's kind (`tokenize`, `detokenize`, `bos`, `eod`, `vocab_size`);
-            None takes the `LLM`'s.
+            which is called with each whole row. Its `inference_context` is replaced, and the old one's
+            `max_sequence_length` remains the limit.
+        tokenizer: a Hugging Face tokenizer, or one with Megatron's interface (`tokenize`, `detokenize`,
+            `bos`, `eod`, `vocab_size`); None takes the `LLM`'s.
 
     Attributes:
         inference_wrapped_model: the argument, or an `InferenceWrappedModel` around it.
@@ -68,6 +73,10 @@ class TextGenerationController(DraftSteps):
     Raises:
         InvalidRequest: a model of another type.
     """
+
+    num_speculative_tokens = 0  # draft tokens per decoding request
+    # (request indices, temperature, top_k, top_p) of each bucket.
+    _torch_sampling_buckets: Sequence[tuple[Sequence[int], float, int, float]] = ()
 
     def __init__(self, inference_wrapped_model: Any, tokenizer: Any = None) -> None:
         if isinstance(inference_wrapped_model, LLM | nn.Module):
@@ -91,18 +100,15 @@ class TextGenerationController(DraftSteps):
     def tokenizer(self, tokenizer: Any) -> None:
         if running := self.inference_context.total_request_count:
             raise InvalidRequest(
-                f"tokenizer: the dynamic batch holds {running} requests, made with the present one; "
-                "set it when they have ended"
+                f"tokenizer: the dynamic batch holds {running} requests that use the current one; "
+                "set it after they have finished"
             )
         self._translation.set_tokenizer(tokenizer)
 
     def set_stop_word_finished_ids_callback(
         self, callback: Callable[[list[int]], Iterable[int]] | None
     ) -> None:
-        """Let `callback` end requests of the dynamic batch.
-
-        It gets the ids of the requests that a step gave a token, and returns those to end.
-        """
+        """Set a callback that receives the ids of requests with a new token, and returns those to end."""
         self._stop = callback
 
     # ---- text and ids
@@ -117,7 +123,7 @@ class TextGenerationController(DraftSteps):
         detokenize_segments: bool,
         skip_special_tokens: bool = True,
     ) -> tuple[str, list[str] | None] | tuple[list[str], list[list[str]] | None]:
-        """Return the text of a sequence `[L]` and of each of its tokens; of a batch `[B, L]`, lists.
+        """Return the text of a sequence `[L]` and of each of its tokens; for a batch `[B, L]`, lists of them.
 
         The second value is None without `detokenize_segments`.
         """
@@ -132,10 +138,11 @@ class TextGenerationController(DraftSteps):
                 "[B, L] and B of them, each 0 to L"
             )
         ids = [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)]
-        texts = [self._translation.detokenize(row, True, skip_special_tokens) for row in ids]
+        translation = self._translation
+        texts = [translation.detokenize(row, True, skip_special_tokens) for row in ids]
         segments = None
         if detokenize_segments:
-            segments = [self._translation.segments(row, (), skip_special_tokens) for row in ids]
+            segments = [translation.segments(row, (), skip_special_tokens) for row in ids]
         if tokens.dim() == 2:
             return texts, segments
         return texts[0], None if segments is None else segments[0]
@@ -155,7 +162,7 @@ class TextGenerationController(DraftSteps):
             )
         eod = eod_of(self._translation.need_tokenizer("padding"))
         if eod is None:
-            raise InvalidRequest("prompts are padded with the tokenizer's eod, and it has none")
+            raise InvalidRequest("prompts are padded with the tokenizer's eod, which it lacks")
         return pad_rows(
             batch_prompt_tokens_list, eod, num_rows=padded_batch_size, width=padded_sequence_length
         )
@@ -172,16 +179,16 @@ class TextGenerationController(DraftSteps):
         active_requests: Mapping[int, InferenceRequest] | None = None,
         use_attention_mask: bool = False,
     ) -> dict[str, Any]:
-        """Return `tokens`, `position_ids` and `attention_mask` for a custom loop; generation has its own.
+        """Return `tokens`, `position_ids` and `attention_mask` for a custom loop; `generate_*` do not use it.
 
-        A wrapper's own `prep_inference_input` is called if there is one. With `use_attention_mask`, the mask
-        is causal, `[1, 1, S, S]`, True where a position is hidden.
+        If the wrapper has a `prep_inference_input`, it is called. With `use_attention_mask`, the mask is
+        causal, `[1, 1, S, S]`, True where a position is hidden.
         """
         length, device = prompts_tokens.shape[1], prompts_tokens.device
         prepare = getattr(self.inference_wrapped_model, "prep_inference_input", None)
         positions = torch.arange(length, device=device).expand(prompts_tokens.shape)
-        own = {"tokens": prompts_tokens, "position_ids": positions, "attention_mask": None}
-        inputs: dict[str, Any] = own if prepare is None else prepare(prompts_tokens)
+        default = {"tokens": prompts_tokens, "position_ids": positions, "attention_mask": None}
+        inputs: dict[str, Any] = default if prepare is None else prepare(prompts_tokens)
         if use_attention_mask and inputs.get("attention_mask") is None:
             hidden = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
             inputs["attention_mask"] = hidden
@@ -204,14 +211,14 @@ class TextGenerationController(DraftSteps):
         Args:
             sampling_params: a `seed` requires `position`, the absolute position of the token to draw.
             vocab_size: larger ids are not drawn.
-            generation_started: `[B]` bool; with `skip_prompt_log_probs` only these rows report top-n.
+            generation_started: `[B]` bool; with `skip_prompt_log_probs`, only True rows report their top-n.
             top_n_logprobs_dict: with `top_n_logprobs`, {text: log-prob} is appended at each row's index.
-            logits: `[B, S, V]`, to report the top-n of every position, not only of the last.
+            logits: `[B, S, V]`, to report the top-n of every position instead of only the last.
             kwargs: `position`; `common_inference_params`, the former name of `sampling_params`.
         """
         for name in kwargs:
             if name not in _KWARGS:
-                raise NotSupported(f"{name}: not known; there are {', '.join(_KWARGS)}")
+                raise NotSupported(f"{name}: not known; must be one of {', '.join(_KWARGS)}")
         params = SamplingParams.of(kwargs.get("common_inference_params") or sampling_params)
         if params.top_n_logprobs:
             if top_n_logprobs_dict is None:
@@ -227,9 +234,11 @@ class TextGenerationController(DraftSteps):
             positions = last_token_logits[:, None] if logits is None else logits
             for row, row_logits in enumerate(positions):
                 if started is None or started[row]:
-                    tops = self._translation.by_text(top_of_rows(row_logits, params.top_n_logprobs))
+                    tops = self._translation.by_text(
+                        _top_of_rows(row_logits, params.top_n_logprobs)
+                    )
                     top_n_logprobs_dict.setdefault(row, []).extend(tops)
-        return draw(last_token_logits, params, vocab_size, kwargs.get("position"))
+        return _draw(last_token_logits, params, vocab_size, kwargs.get("position"))
 
     def update_generation_status(
         self,
@@ -240,9 +249,9 @@ class TextGenerationController(DraftSteps):
         generated_sequence_lengths: Tensor,
         termination_id: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return which rows are done after the token at one position, and their lengths without the end.
+        """Return which rows are done after the token at one position, and the lengths without the ending id.
 
-        Prompt ids end no row, and no argument is modified. Without `termination_id`, `eod` ends a row.
+        Prompt ids do not end a row. Arguments are not modified. `termination_id` defaults to `eod`.
         """
         if termination_id is None:
             termination_id = eod_of(self._translation.need_tokenizer("termination_id=None"))
@@ -261,7 +270,7 @@ class TextGenerationController(DraftSteps):
     ) -> Tensor:
         """Draw one id per row of `[B, V]`: `[B]` int64."""
         params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-        return draw(last_token_logits, params, vocab_size)
+        return _draw(last_token_logits, params, vocab_size)
 
     def _update_top_n_logprobs_dict(
         self,
@@ -274,8 +283,8 @@ class TextGenerationController(DraftSteps):
         rows = zip(top_n_logprobs_indices.tolist(), top_n_logprobs_this_step.tolist(), strict=True)
         tops = [list(zip(ids, values, strict=True)) for ids, values in rows]
         entries = self._translation.by_text(tops)
-        for row, (entry, wanted) in enumerate(zip(entries, mask.tolist(), strict=True)):
-            if wanted:
+        for row, (entry, selected) in enumerate(zip(entries, mask.tolist(), strict=True)):
+            if selected:
                 top_n_logprobs_dict.setdefault(row, []).append(entry)
 
     # ---- a batch at once
@@ -287,12 +296,12 @@ class TextGenerationController(DraftSteps):
     ) -> dict[int, InferenceRequest]:
         """Generate for all requests, each with its own params, fill in their outputs, and return them.
 
-        Requests without a seed share one number from torch's default generator; request i of the batch
-        draws with sample index i. One with its own seed draws as if it were alone. A stream, by request
-        id, gets the partial results; a reader that leaves ends its request.
+        Requests without a seed share a seed from torch's default generator; request i of the batch
+        draws with sample index i. A request with its own seed draws as if it were alone. Streams,
+        by request id, receive the partial results; closing a stream early ends its request.
 
         Raises:
-            InvalidRequest: an invalid request; raised before any forward.
+            InvalidRequest: a request is invalid; raised before any forward.
         """
         return run_static_batch(self._translation, active_requests, active_streams or {})
 
@@ -309,9 +318,9 @@ class TextGenerationController(DraftSteps):
         generated_lengths: Sequence[int] | Tensor,
         output_log_probs: Sequence[Tensor | None] | Tensor | None,
     ) -> None:
-        """Put the output of each request so far into its stream, in a custom loop.
+        """Put the output so far of each request into its stream, for a custom loop.
 
-        `tokens` has a row of prompt and completion for each, `output_log_probs` one from the second token on.
+        A row of `tokens` is a prompt and its completion; `output_log_probs` starts at the second token.
         """
         for row, (number, request, stream) in enumerate(
             zip(request_ids, requests, streams, strict=True)
@@ -338,19 +347,19 @@ class TextGenerationController(DraftSteps):
     async def async_generate_output_tokens_dynamic_batch(
         self, skip_bookkeeping: bool | None = False
     ) -> dict[str, Any] | None:
-        """Make one step for all requests of `inference_context`; return None if there are none.
+        """Run one step for all requests of `inference_context`; return None if there are none.
 
         The step runs in a thread, so it does not block the event loop. If the call is cancelled, the
-        next call returns the step's output. With `skip_bookkeeping`, only return what the step would
-        sample; the next call samples the same.
+        next call returns the step's output. With `skip_bookkeeping`, the output is returned but not
+        committed; the next call samples the same.
 
         Returns:
-            `active_request_ids`: requests that got a token, and `sample`: those tokens, `[A]` int64;
-            `log_probs`: of the raw distribution, `[A]` float32, NaN for a request that wants none, None
-            if no request wants any; `finished_request_ids`: requests that have ended, each reported once;
-            `newly_paused_request_ids`: preempted ones; `routing_indices_per_request`: by request, the
-            experts of the rows that were computed for its token, `[rows, layers, k]` int16, None unless
-            the model's config has `moe_enable_routing_replay`; `cuda_graph_request_count`: None.
+            `active_request_ids`: requests with a new token, and `sample`: those tokens, `[A]` int64;
+            `log_probs`: of the raw distribution, `[A]` float32, NaN for requests without log-probs, None
+            if no request asks for them; `finished_request_ids`: ended requests, each reported once;
+            `newly_paused_request_ids`: preempted requests; `routing_indices_per_request`: by request,
+            the experts of the rows computed for its token, `[rows, layers, k]` int16, None unless the
+            model's config has `moe_enable_routing_replay`; `cuda_graph_request_count`: None.
         """
         context = self.inference_context
         if skip_bookkeeping:
@@ -364,7 +373,7 @@ class TextGenerationController(DraftSteps):
         """Run `async_generate_output_tokens_dynamic_batch` from synchronous code, in `loop` if there is one.
 
         Raises:
-            VerbatimError: the calling thread runs `loop`, a deadlock.
+            VerbatimError: the calling thread runs `loop`, which would deadlock.
         """
         if loop is None:
             self.inference_context.step()
@@ -378,6 +387,84 @@ class TextGenerationController(DraftSteps):
             return asyncio.run_coroutine_threadsafe(step, loop).result()
         return loop.run_until_complete(step)
 
+    # ---- a step in parts: the rows of decoding requests (a base token and its drafts), then those in prefill
+
+    def _get_required_logit_indices(
+        self,
+        request_in_prefill_status_tensor: Tensor,
+        request_query_lengths: Tensor,
+        num_decode_requests: int,
+        num_prefill_requests: int,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """Return the required logit rows `[R]` int64: all of a decoding request, the last of one in prefill.
+
+        The status `[N]` has zeros for decode, then ones for prefill; `request_query_lengths` counts rows.
+        """
+        _check_order(request_in_prefill_status_tensor, num_decode_requests, num_prefill_requests)
+        lengths = request_query_lengths.long()
+        decode = torch.arange(int(lengths[:num_decode_requests].sum()), device=lengths.device)
+        last_rows = lengths.cumsum(0)[num_decode_requests:] - 1
+        return torch.cat([decode, last_rows]).to(device)
+
+    def _sample_from_logits_2d(self, logits_2d: Tensor) -> Tensor:
+        """Draw for each request with the parameters of its bucket, `[N, V]` to `[N]`; each needs a bucket."""
+        return self._sample(logits_2d, torch.ones(len(logits_2d), dtype=torch.int64))
+
+    def _sample_speculative_logits(
+        self, required_logits: Tensor, request_in_prefill_status_tensor: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Draw for every required row of `[R, V]`; return the ids `[R]`, and each request's rows `[N]`."""
+        in_prefill = request_in_prefill_status_tensor.bool()
+        repeats = torch.where(in_prefill, 1, 1 + self.num_speculative_tokens)
+        if int(repeats.sum()) != len(required_logits):
+            raise InvalidRequest(f"{len(required_logits)} rows of logits for {repeats.tolist()}")
+        return self._sample(required_logits, repeats), repeats
+
+    def _sample(self, logits: Tensor, repeats: Tensor) -> Tensor:
+        buckets = self._torch_sampling_buckets
+        members = {int(index) for indices, *_ in buckets for index in indices}
+        if missing := [index for index in range(len(repeats)) if index not in members]:
+            raise InvalidRequest(f"requests {missing} are in no bucket of _torch_sampling_buckets")
+        ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        request_of_row = torch.arange(len(repeats)).repeat_interleave(repeats)
+        for indices, temperature, top_k, top_p in buckets:
+            rows = torch.isin(request_of_row, torch.tensor([*indices], dtype=torch.int64))
+            params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+            ids[rows] = _draw(logits[rows], params)
+        return ids
+
+    def _verify_speculative_tokens(
+        self,
+        output_tokens: Tensor,
+        input_tokens_required: Tensor,
+        request_in_prefill_status_tensor: Tensor,
+        repeats: Tensor,
+        num_decode_requests: int,
+        num_prefill_requests: int,
+        active_request_count: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return each request's last accepted row `[N]`, the mask of accepted rows `[R]`, the input `[R]`.
+
+        The first row of a request is always accepted. A draft is accepted if the row before it is, and that
+        row's draw (`output_tokens` `[R]`) equals it. `repeats` `[N]` has the number of rows of each request.
+        """
+        _check_order(request_in_prefill_status_tensor, num_decode_requests, num_prefill_requests)
+        if active_request_count != num_decode_requests + num_prefill_requests:
+            raise InvalidRequest(
+                f"active_request_count={active_request_count}: there are {num_decode_requests} "
+                f"requests that decode and {num_prefill_requests} in prefill"
+            )
+        inputs = input_tokens_required.reshape(-1)
+        starts = repeats.cumsum(0) - repeats
+        request_of_row = torch.repeat_interleave(torch.arange(len(repeats)), repeats)
+        differs = torch.zeros_like(inputs, dtype=torch.bool)
+        differs[1:] = inputs[1:] != output_tokens[:-1]
+        misses = differs.cumsum(0)
+        mask = misses == misses[starts][request_of_row]  # no miss after the request's first row
+        accepted = torch.zeros_like(repeats).scatter_add(0, request_of_row, mask.long())
+        return starts + accepted - 1, mask, inputs
+
     def _dynamic_step_sample_bookkeeping(self) -> None:
         """Group the requests of `inference_context` by their parameters, for `_sample_from_logits_2d`."""
         buckets: dict[tuple[float, int, float], list[int]] = {}
@@ -390,28 +477,27 @@ class TextGenerationController(DraftSteps):
         return [request.sampling_params or SamplingParams() for request in requests]
 
     def _dynamic_step_sample_logits(self, logits: Tensor) -> Tensor:
-        """Draw for each request of the last bookkeeping, from its row of `[N, V]` or `[1, N, V]`."""
+        """Draw one id per request of the last bookkeeping from `[N, V]` or `[1, N, V]`."""
         return self._sample_from_logits_2d(logits[0] if logits.dim() == 3 else logits)
 
     def _dynamic_step_log_probs_bookkeeping(self) -> tuple[bool, bool]:
-        """Return whether any request wants log-probs, and whether any wants a top-n."""
+        """Return whether any request asks for log-probs, and whether any asks for a top-n."""
         params = self._running_params()
         return any(p.return_log_probs for p in params), any(p.top_n_logprobs for p in params)
 
     def _dynamic_step_context_bookkeeping(self) -> dict[str, Any]:
-        """Report what the engine has sampled, without a step: the result of the documented step."""
+        """Return the unreported output in the form of a step's, without running a step."""
         return self.inference_context.collect(self._stop) or {}
 
     def _router_record_bookkeeping(self) -> dict[int, Tensor] | None:
-        """Return the experts of the rows that the engine has computed and no result has reported yet.
+        """Return the unreported experts by request, `[rows, layers, k]` int16.
 
-        By request `[rows, layers, k]` int16; None unless the model's config has
-        `moe_enable_routing_replay`.
+        None unless the model's config has `moe_enable_routing_replay`.
         """
         return self.inference_context.routing()
 
     def _get_mtp_num_heads(self) -> int:
-        """Return the number of MTP layers that the model's config states."""
+        """Return the number of MTP layers according to the model's config."""
         config = self._translation.llm.engine.config
         if hasattr(config, "get_text_config"):
             config = config.get_text_config(decoder=True)
@@ -423,8 +509,7 @@ class TextGenerationController(DraftSteps):
         self._torch_sampling_buckets = []
 
     def _rewind_kv_cache(self) -> None:
-        """Do nothing: a step counts only accepted tokens, drafts have no tensors of the controller, and there
-        are no expert-parallel collectives to match."""
+        """Do nothing: a step counts only accepted tokens, and drafts use no tensors of the controller."""
 
     _init_mtp_sampling_tensor = _dummy_serial_mtp_forward = _rewind_kv_cache
 
@@ -433,14 +518,48 @@ class TextGenerationController(DraftSteps):
         self._translation.llm.engine.dummy_forward()
 
 
+def _draw(
+    logits: Tensor,
+    params: SamplingParams,
+    vocab_size: int | None = None,
+    position: int | None = None,
+) -> Tensor:
+    """Draw one id per row of `[B, V]`, row b with sample index b: `[B]` int64.
+
+    Args:
+        vocab_size: number of ids that can be drawn; None means V.
+        position: as in `verbatim.sample`; required if the params have a `seed`.
+
+    Raises:
+        InvalidRequest: logits that are not `[B, V]`, or a row without a token that can be drawn.
+    """
+    vocab_size = optional_integer("vocab_size", vocab_size, 1)
+    if isinstance(logits, Tensor) and logits.dim():  # else refused below
+        logits = logits[..., :vocab_size]
+    return verbatim.sample(logits, **params.sampling(), seed=params.seed, position=position)
+
+
+def _top_of_rows(logits: Tensor, top_n: int) -> list[TopLogprobs]:
+    """Return the `top_n` likeliest ids of each row of `[R, V]`, without drawing."""
+    row = SampleRow(EngineParams(), 0, 0, 0, target=0, num_logprobs=top_n)
+    return [draw.top for draw in sample_rows(logits, SamplePlan([row] * logits.shape[0]))]
+
+
+def _check_order(in_prefill: Tensor, num_decode: int, num_prefill: int) -> None:
+    if in_prefill.bool().tolist() != [False] * num_decode + [True] * num_prefill:
+        raise InvalidRequest(
+            f"prefill status {in_prefill.tolist()}: must be {num_decode} zeros, then {num_prefill} ones"
+        )
+
+
 def _runnable(wrapped: Any, max_length: int | None) -> LLM | nn.Module:
-    """Return what the engine runs: the model of a wrapper, or else its own forward step."""
+    """Return the model of a wrapper, or an `LLM` over its `run_one_forward_step`."""
     model, has_step = getattr(wrapped, "model", None), hasattr(wrapped, "run_one_forward_step")
     if isinstance(model, LLM) or has_known_layers(model) or not has_step:
         if not isinstance(model, LLM | nn.Module):
             raise InvalidRequest(
-                f"inference_wrapped_model={wrapped!r}: must be an LLM, a transformers module, or an "
-                "object whose model is one of these, or which has run_one_forward_step"
+                f"inference_wrapped_model={wrapped!r}: must be an LLM, a transformers module, or "
+                "an object with such a `model`, or with run_one_forward_step"
             )
         try:
             engine_of(model)
@@ -450,12 +569,12 @@ def _runnable(wrapped: Any, max_length: int | None) -> LLM | nn.Module:
                 raise
     if max_length is None:
         config = getattr(wrapped, "inference_wrapper_config", None)
-        named = getattr(config, "inference_max_seq_length", None)
-        max_length = named or getattr(model, "max_sequence_length", None) or _STEP_LENGTH
+        configured = getattr(config, "inference_max_seq_length", None)
+        max_length = configured or getattr(model, "max_sequence_length", None) or _STEP_LENGTH
     return open_forward(wrapped, max_length=max_length)
 
 
-def _elsewhere(name: str, use: str) -> Callable[..., NoReturn]:
+def _replaced(name: str, use: str) -> Callable[..., NoReturn]:
     def method(self: TextGenerationController, *_: Any, **__: Any) -> NoReturn:
         raise NotSupported(f"{name}: {use}")
 
@@ -464,5 +583,5 @@ def _elsewhere(name: str, use: str) -> Callable[..., NoReturn]:
     return method
 
 
-for _name, _use in _ELSEWHERE.items():
-    setattr(TextGenerationController, _name, _elsewhere(_name, _use))
+for _name, _use in _REPLACED.items():
+    setattr(TextGenerationController, _name, _replaced(_name, _use))

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from verbatim.checks import check_fields, integer, number, optional_integer
+from verbatim.common.checks import check_fields, integer, number, optional_integer
+from verbatim.compat.shared import check_kind
 from verbatim.errors import InvalidRequest, NotSupported
 
 _NUMBERS: dict[str, tuple[Any, ...]] = {
@@ -26,10 +27,10 @@ _NUMBERS: dict[str, tuple[Any, ...]] = {
     "termination_id": (optional_integer, -1),
     "seed": (optional_integer, 0, 2**63 - 1),
 }
-# Fields that only matter between Megatron's processes: the accepted value, and the reason.
-_REFUSED: dict[str, tuple[Any, str]] = {
-    "streaming": (False, "there is no reply socket; pass an AsyncStream in active_streams"),
-    "do_kv_handoff": (False, "KV blocks are not handed to another engine"),
+# Switches that only matter between Megatron's processes, with the reason why they must be off.
+_REFUSED = {
+    "streaming": "there is no reply socket; pass an AsyncStream in active_streams",
+    "do_kv_handoff": "KV blocks are not transferred to another engine",
 }
 
 
@@ -37,8 +38,8 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 class SamplingParams:
     """Sampling parameters of one request, under Megatron's names.
 
-    Fields may be changed until the request is submitted, when they are checked again. A name that is
-    not a field can't be set.
+    Fields may be changed until the request is submitted, which checks them again. Other attributes
+    can't be set.
 
     Attributes:
         temperature: logits are divided by it; 0 takes the largest logit.
@@ -46,25 +47,25 @@ class SamplingParams:
         top_p: keep the fewest tokens that reach this probability; 0.0 and 1.0 keep all. With
             `top_k`, the k largest are selected first.
         return_log_probs: report log-probs of the raw distribution, for prompt and completion.
-        skip_prompt_log_probs: leave the prompt's top-n out, and its log-probs out of a dynamic request.
+        skip_prompt_log_probs: omit the prompt's top-n and, in a dynamic request, its log-probs.
         return_segments: report the text of every token, `segments` and `generated_segments`.
-        num_tokens_to_generate: maximum of new tokens, 0 included; more than the length limit leaves
-            is clamped with a warning. None means up to the limit.
-        num_tokens_total: the same for prompt and completion together; only one of both may be given.
-        termination_id: ends the completion; None takes the tokenizer's `eod`, -1 none.
+        num_tokens_to_generate: maximum number of new tokens, at least 0; clamped to the length limit, with
+            a warning. None generates up to the limit.
+        num_tokens_total: the same for prompt and completion together; only one of the two may be set.
+        termination_id: id that ends the completion; None takes the tokenizer's `eod`, -1 disables it.
         top_n_logprobs: report the n likeliest tokens of every position as {text: log-prob}.
         return_prompt_top_n_logprobs: deprecated; follows from top_n_logprobs and skip_prompt_log_probs.
         add_BOS: begin a text prompt with the tokenizer's `bos`; by default it has none.
             Prompts given as ids are not changed.
-        min_tokens: the termination id is not drawn before so many tokens.
+        min_tokens: number of tokens before which the termination id is not drawn.
         stop_words: strings that end the completion. The text is cut before them, the ids are not.
-        detokenize_stop_sequence: leave the stop word, or the `eod`, in the text.
-        return_prompt_tokens: accepted; a finished request always holds its prompt's ids.
-        detokenize_generations: False leaves the text to the caller.
+        detokenize_stop_sequence: keep the stop word, or the `eod`, in the text.
+        return_prompt_tokens: no effect: a finished request always has its prompt's ids.
+        detokenize_generations: False returns ids without text.
         streaming, do_kv_handoff: only the defaults are accepted. `streaming_interval` has no effect: an
-            `AsyncStream` gets every step's tokens.
-        seed: in [0, 2**63); None draws one number per batch from torch's default generator.
-        no_early_termination: go on past the termination id.
+            `AsyncStream` receives every step's tokens.
+        seed: in [0, 2**63); None draws a seed per batch from torch's default generator.
+        no_early_termination: continue after the termination id.
         no_detokenize_streaming_text: send ids and no text to streams.
 
     Raises:
@@ -100,17 +101,15 @@ class SamplingParams:
         self._resolve(prompt_top_n_requested=self.return_prompt_top_n_logprobs)
 
     def add_attributes(self, attribute_value_pair: Mapping[str, Any]) -> None:
-        """Set several fields at once.
-
-        Raises:
-            NotSupported: an unknown field; nothing is set.
-        """
+        """Set several fields; raise NotSupported, and set none, if one is unknown."""
         if not isinstance(attribute_value_pair, Mapping):
             raise InvalidRequest(f"{attribute_value_pair!r}: must be a dict of fields and values")
         known = {field.name for field in fields(self)}
         for name in attribute_value_pair:
             if name not in known:
-                raise NotSupported(f"{name}: not a field; there are {', '.join(sorted(known))}")
+                raise NotSupported(
+                    f"{name}: not a field; must be one of {', '.join(sorted(known))}"
+                )
         for name, value in attribute_value_pair.items():
             setattr(self, name, value)
         self._resolve(
@@ -119,17 +118,17 @@ class SamplingParams:
 
     @classmethod
     def of(cls, params: Any) -> SamplingParams:
-        """Return checked parameters; None are the defaults.
+        """Return `params` after checking them; the defaults for None.
 
         Raises:
-            InvalidRequest: of another type. As `check`.
+            InvalidRequest: an object of another type. Also the errors of `check`.
         """
         if params is None:
             return cls()
-        if not isinstance(params, cls):
-            raise InvalidRequest(f"sampling_params={params!r}: must be Megatron's SamplingParams")
-        params.check()
-        return params
+        check_kind("sampling_params", params, cls, "Megatron's SamplingParams")
+        checked: SamplingParams = params
+        checked.check()
+        return checked
 
     def serialize(self) -> dict[str, Any]:
         """Return the values of all fields."""
@@ -137,9 +136,9 @@ class SamplingParams:
 
     @classmethod
     def deserialize(cls, data: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters of a `serialize`."""
+        """Return parameters from the output of `serialize`."""
         params = cls()
-        # It follows from others, and is deprecated where it is set.
+        # Derived from the other fields; setting it is deprecated.
         params.add_attributes({**data, "return_prompt_top_n_logprobs": False})
         return params
 
@@ -149,19 +148,18 @@ class SamplingParams:
         Other numeric types, such as numpy's, are converted to Python's.
         """
         check_fields(self, _NUMBERS)
-        for name, (allowed, why) in _REFUSED.items():
-            if getattr(self, name) != allowed:
-                raise NotSupported(f"{name}={getattr(self, name)!r}: {why}; leave it at {allowed}")
+        for name, why in _REFUSED.items():
+            if getattr(self, name):
+                raise NotSupported(f"{name}=True: {why}; leave it at False")
         if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
             raise InvalidRequest(
                 f"num_tokens_to_generate={self.num_tokens_to_generate} and "
                 f"num_tokens_total={self.num_tokens_total}: give one of them"
             )
-        if self.stop_words is not None and not isinstance(self.stop_words, list | tuple):
-            raise InvalidRequest(f"stop_words={self.stop_words!r}: must be a list of strings")
+        check_kind("stop_words", self.stop_words, list | tuple | None, "a list of strings")
 
     def prompt_outputs(self, dynamic: bool) -> tuple[bool, bool]:
-        """Return whether log-probs of the prompt are reported, and whether its top-n is."""
+        """Return whether the prompt's log-probs are reported, and whether its top-n is."""
         skips = self.skip_prompt_log_probs
         logprobs = self.return_log_probs and not (skips and dynamic)
         return logprobs, self.top_n_logprobs > 0 and not skips
@@ -206,29 +204,27 @@ TopN = list[dict[str, float]]  # for each position {text: log-prob}, likeliest f
 
 @dataclass(kw_only=True, slots=True)
 class InferenceRequest:
-    """One request of a static batch. Fields below `status` are filled in when it has ended.
+    """One request of a static batch. Fields below `status` are set when it ends, and cleared when it starts.
 
-    It may be reused: these fields are cleared when it starts.
-
-    Ids, log-probs and top-n of the completion have the same length: every token through the one
-    that ended it. Only text is cut. If two ids have the same text, a top-n entry keeps the likelier.
+    Ids, log-probs and top-n of the completion have the same length, and include the token that ended it.
+    Only text is cut. If two ids have the same text, a top-n entry keeps the likelier.
 
     Attributes:
-        request_id: any number, chosen by the caller.
-        prompt: the text, tokenized if `prompt_tokens` is None.
+        request_id: an integer chosen by the caller.
+        prompt: the text, which is tokenized if `prompt_tokens` is None.
         sampling_params: None takes the defaults.
         inference_parameters: the former name of `sampling_params`.
-        prompt_tokens: ids, `[P]`; they override `prompt`. If they were tokenized from `prompt`, that
-            is repeated when the request is reused.
+        prompt_tokens: ids, `[P]`; they override `prompt`. Ids that were tokenized from `prompt` are
+            tokenized again when the request is reused.
         encoder_prompt: not supported.
         text: prompt and completion together; without a `prompt` it starts with the text of the ids.
-        segments, generated_segments: the text of each token, of both and of the completion alone.
+        segments, generated_segments: the text of each token, with and without the prompt's.
         generated_tokens: `[N]` int64; a list in a dynamic request.
         generated_sequence_lengths: N of every request of the batch, `[B]` int32.
-        prompt_log_probs, prompt_top_n_logprobs: P - 1 entries, for the prompt's second token and on.
+        prompt_log_probs, prompt_top_n_logprobs: P - 1 entries, from the prompt's second token on.
         routing_indices: the experts of each token but the last, `[P + N - 1, layers, k]` int16, if the
             model's config has `moe_enable_routing_replay`.
-        tpot: seconds from each token to the next; the first from arrival.
+        tpot: seconds from each token to the next; the first entry counts from arrival.
         error: the exception of a failed request.
     """
 
@@ -283,7 +279,7 @@ class DynamicInferenceRequest(InferenceRequest):
 
     Attributes:
         ttft: seconds from arrival to the first token.
-        latency: seconds from arrival to the last.
+        latency: seconds from arrival to the last token.
         num_cached_tokens: prompt tokens with cached K and V.
     """
 
@@ -292,9 +288,9 @@ class DynamicInferenceRequest(InferenceRequest):
     num_cached_tokens: int = 0
 
     def succeeded(self) -> bool:
-        """Return whether it ended without an error."""
+        """Return whether the request ended without an error."""
         return self.status is Status.COMPLETED
 
     def failed(self) -> bool:
-        """Return whether it ended with `error`."""
+        """Return whether the request ended with an `error`."""
         return self.status is Status.FAILED

@@ -1,4 +1,4 @@
-"""Generation for a static batch, each request with its own params, and its `AsyncStream`s."""
+"""Generation for a static batch of requests, each with its own params, and their `AsyncStream`s."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 
 import torch
 
-from verbatim.compat.batches import accepts
+from verbatim.api.tensors import draw_seed
 from verbatim.compat.megatron.request import InferenceRequest, SamplingParams
 from verbatim.compat.megatron.translation import Translation
+from verbatim.compat.shared import accepts
 from verbatim.core import Delta, FinishReason, Request
-from verbatim.errors import InvalidRequest
-from verbatim.tensors import draw_seed
+from verbatim.errors import InvalidRequest, as_exception
 
 
 class AsyncStream:
     """A queue of partial results; `put` and `finish` may be called from any thread.
 
     Args:
-        request_id: of the streamed request.
-        cancel: called if the reader leaves before the end, with the request's id if it takes an argument.
+        request_id: id of the streamed request.
+        cancel: called if the stream is closed before its end; receives the request's id if it accepts one.
         loop: the event loop of the reader; None allows any.
 
     Attributes:
-        finished: True once `finish` was called or the reader left.
+        finished: True once `finish` was called or the stream was closed.
     """
 
     def __init__(
@@ -49,22 +49,24 @@ class AsyncStream:
             self._wake_reader()
 
     def finish(self, exception: Any = None) -> None:
-        """End the stream; the reader gets the remaining items, then the exception if there is one.
+        """End the stream; the reader receives the remaining items, then the exception if there is one.
 
         Args:
-            exception: an exception or a class of one; any other object ends the stream without an error.
+            exception: an exception or exception class; any other object ends the stream without an error.
+                A KeyboardInterrupt, or other non-`Exception`, reaches the reader as `RequestFailed`.
         """
         if self.finished:
             return
         if isinstance(exception, type) and issubclass(exception, BaseException):
             exception = exception()
         if isinstance(exception, BaseException):
-            self._items.append(exception)
+            # A KeyboardInterrupt raised in a reader would end the reader's event loop.
+            self._items.append(as_exception(exception))
         self.finished = True
         self._wake_reader()
 
     async def __anext__(self) -> InferenceRequest:
-        """Return the next item; `aclose` ends a reader that reads so.
+        """Return the next item. A reader that calls this directly must call `aclose` to stop early.
 
         Raises:
             InvalidRequest: called in another event loop than `loop`.
@@ -75,9 +77,9 @@ class AsyncStream:
                 f"the stream of request {self.request_id} was made for another event loop"
             )
         while True:
-            news = asyncio.Event()
-            self._waiting = loop, news
-            # Read before the queue: nothing is added once it is set.
+            arrival = asyncio.Event()
+            self._waiting = loop, arrival
+            # Read before the queue: once it is set, nothing is added.
             finished = self.finished
             if self._items:
                 item = self._items.popleft()
@@ -87,7 +89,7 @@ class AsyncStream:
             if finished:
                 raise StopAsyncIteration
             try:
-                await news.wait()
+                await arrival.wait()
             except asyncio.CancelledError:
                 self._leave()
                 raise
@@ -113,9 +115,9 @@ class AsyncStream:
 
     def _wake_reader(self) -> None:
         if (waiting := self._waiting) is not None:
-            loop, news = waiting
+            loop, arrival = waiting
             with suppress(RuntimeError):  # the loop is closed, so no reader waits
-                loop.call_soon_threadsafe(news.set)
+                loop.call_soon_threadsafe(arrival.set)
 
     def _leave(self) -> None:
         """End the stream, and cancel its request unless it has ended."""
@@ -132,13 +134,12 @@ def run_static_batch(
 ) -> dict[int, InferenceRequest]:
     """Generate for all requests, fill in their outputs, and return `requests`.
 
-    A failing request does not affect the others; the first error is raised when all
-    have ended.
+    A failing request does not affect the others; the first error is raised when all have ended.
     """
-    for name, given in (("active_requests", requests), ("active_streams", streams)):
-        if not isinstance(given, Mapping):
+    for name, argument in (("active_requests", requests), ("active_streams", streams)):
+        if not isinstance(argument, Mapping):
             raise InvalidRequest(
-                f"{name} is {type(given).__name__}; it must be a dict, by request id"
+                f"{name} is {type(argument).__name__}; it must be a dict, by request id"
             )
     error: BaseException | None = None
     try:
@@ -153,15 +154,14 @@ def run_static_batch(
             if streams:
                 handle.refuse_collective("active_streams")
             handle.run(rows)
-        except BaseException as reason:  # of one request, or of the whole batch, such as Ctrl-C
+        except BaseException as reason:  # of one request, or of the whole batch, for example Ctrl-C
             error = None if any(reason is each.error for each in rows) else reason
         for request, admitted in zip(requests.values(), rows, strict=True):
             translation.settle(request, admitted, reason=error)
         lengths = [request.generated_length or 0 for request in requests.values()]
         for request in requests.values():
             request.generated_sequence_lengths = torch.tensor(lengths, dtype=torch.int32)
-        errors = (each.error for each in requests.values())
-        error = error or next((each for each in errors if each is not None), None)
+        error = next(filter(None, [error, *(each.error for each in requests.values())]), None)
         if error is not None:
             raise error
     except BaseException as reason:
@@ -170,20 +170,19 @@ def run_static_batch(
     finally:
         for stream in streams.values():  # unblock readers; finished streams are unchanged
             stream.finish(error)
-        del error  # else it and this frame would hold each other
+        del error  # it would form a reference cycle with this frame
     return requests
 
 
 def _by_request(
     streams: Mapping[Any, AsyncStream], requests: Mapping[int, InferenceRequest]
 ) -> dict[int, AsyncStream]:
-    """Return the streams by the keys of `requests`; a key may also be a request id as text."""
-    texts = {str(number): number for number in requests}
+    """Return the streams by the keys of `requests`; a stream's key may also be the id as text."""
+    numbers = {str(number): number for number in requests}
     by_id: dict[int, AsyncStream] = {}
     for key, stream in streams.items():
-        number = key if key in requests else texts.get(str(key))
-        if number is None:
-            raise InvalidRequest(f"active_streams has {key!r}, which is no active_request")
+        if (number := numbers.get(str(key))) is None:
+            raise InvalidRequest(f"active_streams has {key!r}, which is not in active_requests")
         if number in by_id:
             raise InvalidRequest(f"active_streams has two streams for request {number}")
         by_id[number] = stream
@@ -193,10 +192,10 @@ def _by_request(
 def _feed(
     stream: AsyncStream, translation: Translation, request: InferenceRequest, admitted: Request
 ) -> None:
-    """Let a request put its partial results into its stream, and end the stream when it ends.
+    """Send a request's partial results to its stream, which ends with the request.
 
     Text that may be part of a stop word or of an incomplete character is delayed. An error here, such
-    as one of the tokenizer, ends this request alone.
+    as the tokenizer's, ends only this request.
     """
     params = request.sampling_params
     assert params is not None
@@ -205,7 +204,7 @@ def _feed(
 
     def deliver(delta: Delta) -> None:
         nonlocal text
-        if stream.finished:  # its reader has left
+        if stream.finished:  # its reader has closed it
             translation.llm.engine.abort(admitted)
             return
         sequence, last = admitted.sequences[0], delta.finish_reason is not None
@@ -220,7 +219,7 @@ def _feed(
         texts = None if segmenter is None else segments
         put_partial(stream, request, params, sequence.output_ids, logprobs, text, texts)
 
-    def end() -> None:  # an aborted request's stream ends with the batch, which has the reason
+    def end() -> None:  # an aborted request's stream is ended by the batch, with the reason
         result = admitted.result
         if result is None or result.outputs[0].finish_reason is not FinishReason.ABORT:
             stream.finish(admitted.error)

@@ -1,17 +1,21 @@
-"""Translation of Megatron's requests and results to and from the engine's."""
+"""Translation of Megatron's tokenizers, requests and results to and from the engine's."""
 
 from __future__ import annotations
 
 import copy
+import operator
 import time
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import dropwhile
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from verbatim.api.llm import LLM
+from verbatim.api.tensors import engine_of
 from verbatim.compat.megatron.request import (
     DynamicInferenceRequest,
     InferenceRequest,
@@ -19,12 +23,10 @@ from verbatim.compat.megatron.request import (
     Status,
     TopN,
 )
-from verbatim.compat.megatron.tokenizer import adapted, detokenize, eod_of, tokenize_prompt, wrap
+from verbatim.compat.shared import accepts
 from verbatim.core import FinishReason, Request, TopLogprobs
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.llm import LLM
 from verbatim.params import SamplingParams as EngineParams
-from verbatim.tensors import engine_of
 from verbatim.text.detokenizer import Detokenizer
 from verbatim.text.tokenizer import Tokenizer
 
@@ -34,8 +36,8 @@ class Translation:
 
     Args:
         model: an open `LLM`, or a live module.
-        tokenizer: of either kind; None takes the LLM's, if it has one.
-        max_sequence_length: of prompt and completion together; None takes the engine's limit.
+        tokenizer: Hugging Face's or Megatron's; None takes the LLM's, if it has one.
+        max_sequence_length: limit of prompt and completion together; None takes the engine's.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class Translation:
         self.set_tokenizer(default.hf if tokenizer is None and default is not None else tokenizer)
 
     def set_tokenizer(self, tokenizer: Any) -> None:
-        """Use `tokenizer`, of either kind or None, from now on."""
+        """Replace the tokenizer by one of either kind, or None."""
         if tokenizer is not None and not hasattr(adapted(tokenizer), "decode"):
             raise InvalidRequest(
                 f"tokenizer={tokenizer!r}: must be Hugging Face's or Megatron's kind, or None"
@@ -56,8 +58,10 @@ class Translation:
 
     @cached_property
     def text(self) -> Tokenizer | None:
-        """The tokenizer as Verbatim's, made when it is first needed."""
-        return None if self.tokenizer is None else wrap(self.tokenizer)
+        """Verbatim's `Tokenizer` over `tokenizer`, created on first use."""
+        if isinstance(self.tokenizer, Tokenizer | None):
+            return self.tokenizer
+        return Tokenizer(adapted(self.tokenizer))
 
     @property
     def llm(self) -> LLM:
@@ -73,23 +77,31 @@ class Translation:
     def need_tokenizer(self, purpose: str) -> Any:
         """Return the tokenizer; raise InvalidRequest if there is none."""
         if self.tokenizer is None:
-            raise InvalidRequest(f"{purpose} needs a tokenizer, and there is none")
+            raise InvalidRequest(f"{purpose} needs a tokenizer")
         return self.tokenizer
 
     def admit(self, request: InferenceRequest, row: int, seed: int) -> Request:
         """Return the engine's request, with all fields checked.
 
         Args:
-            row: its index in the batch: the sample index, unless the request has its own seed.
-            seed: for requests without their own.
+            row: index in the batch; the sample index, unless the request has its own seed.
+            seed: seed of requests without their own.
         """
         if not isinstance(request, InferenceRequest):
             raise InvalidRequest(f"{request!r}: must be an InferenceRequest")
         if request.encoder_prompt is not None:
-            raise NotSupported("encoder_prompt: only decoders are run; leave it at None")
+            raise NotSupported(
+                "encoder_prompt: only decoder models are supported; leave it at None"
+            )
         params = SamplingParams.of(request.sampling_params)
         self._check_text(params)
-        ids = self._prompt_ids(request, params)
+        ids = _caller_ids(request)
+        if ids is None:
+            if request.prompt is None:
+                number = request.request_id
+                raise InvalidRequest(f"request {number} has neither prompt nor prompt_tokens")
+            tokenizer = self.need_tokenizer("a prompt given as text")
+            ids = tokenize_prompt(tokenizer, request.prompt, params.add_BOS)
         end, top_n = self._termination_id(params), params.top_n_logprobs
         reports_prompt = any(params.prompt_outputs(isinstance(request, DynamicInferenceRequest)))
         engine_params = EngineParams(
@@ -103,7 +115,7 @@ class Translation:
             seed=seed if params.seed is None else params.seed,
             logprobs=top_n or None,
             prompt_logprobs=top_n if reports_prompt else None,
-            # Set by users of Megatron's router replay.
+            # Set for Megatron's router replay.
             record_routing=bool(
                 getattr(self.llm.engine.config, "moe_enable_routing_replay", False)
             ),
@@ -112,7 +124,7 @@ class Translation:
         return admission.admit(ids, engine_params, first_sample=row if params.seed is None else 0)
 
     def begin(self, request: InferenceRequest, admitted: Request) -> None:
-        """Update the caller's request when it starts."""
+        """Prepare the caller's request to start: clear its outputs, and set its prompt fields and status."""
         # A copy: the caller may change theirs for the next request.
         request.sampling_params = copy.copy(request.sampling_params or SamplingParams())
         request.clear_outputs()
@@ -135,8 +147,8 @@ class Translation:
         """Fill in the outputs of an ended request, or its error.
 
         Args:
-            count: tokens that count, of a request that its caller ended; None: all, with the engine's result.
-            reason: the error of a request that was aborted.
+            count: number of tokens to keep if the caller ended the request; None takes the engine's result.
+            reason: the error to report for an aborted request.
         """
         error, result = admitted.error, admitted.result
         if result is None or result.outputs[0].finish_reason is FinishReason.ABORT:
@@ -144,7 +156,7 @@ class Translation:
         if error is None:
             try:
                 self._fill(request, admitted, count)
-            except Exception as failure:  # of the tokenizer
+            except Exception as failure:  # raised by the tokenizer
                 error = failure
         if error is not None:
             request.status, request.error = Status.FAILED, error
@@ -156,7 +168,7 @@ class Translation:
         is_dynamic = isinstance(request, DynamicInferenceRequest)
         # A request that ended during prefill has only part of its prompt's log-probs.
         prompt_tokens = admitted.prompt_tokens
-        whole = len(prompt_tokens) == len(admitted.prompt_ids) - 1
+        prompt_complete = len(prompt_tokens) == len(admitted.prompt_ids) - 1
         prompt_logprobs, prompt_tops = params.prompt_outputs(is_dynamic)
         request.status = Status.COMPLETED
         request.generated_length = len(ids)
@@ -164,11 +176,11 @@ class Translation:
         request.tpot = [metrics.first_token_s, *[metrics.per_token_s] * (len(ids) - 1)][: len(ids)]
         if params.return_log_probs:
             request.generated_log_probs = [token.logprob for token in tokens]
-            if prompt_logprobs and whole:
+            if prompt_logprobs and prompt_complete:
                 request.prompt_log_probs = [token.logprob for token in prompt_tokens]
         if params.top_n_logprobs:
             request.generated_top_n_logprobs = self.by_text(t.top_logprobs or [] for t in tokens)
-            if prompt_tops and whole:
+            if prompt_tops and prompt_complete:
                 tops = (token.top_logprobs or [] for token in prompt_tokens)
                 request.prompt_top_n_logprobs = self.by_text(tops)
         completion = admitted.result.outputs[0] if count is None and admitted.result else None
@@ -193,7 +205,7 @@ class Translation:
             request.num_cached_tokens = metrics.num_cached_tokens
 
     def by_text(self, tops: Iterable[TopLogprobs]) -> TopN:
-        """Return {text: log-prob} for each position; of ids with equal texts, keep the likeliest."""
+        """Return {text: log-prob} for each position; of ids with the same text, the likeliest is kept."""
         entries: TopN = []
         for top in tops:
             entry: dict[str, float] = {}
@@ -211,9 +223,9 @@ class Translation:
     def segmenter(
         self, prompt: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> Detokenizer | None:
-        """Return a detokenizer that gives the text of each id after a prompt; None without a tokenizer.
+        """Return a detokenizer for the text of each id after a prompt; None without a tokenizer.
 
-        A character of several ids belongs to the last of them; `flush` returns what is left after all.
+        The text of a character of several ids belongs to the last one; `flush` returns the remaining text.
         """
         if self.text is None:
             return None
@@ -224,7 +236,7 @@ class Translation:
     def segments(
         self, ids: Sequence[int], prompt: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> list[str]:
-        """Return the text of each id, which follow those of `prompt`; they join to the whole text."""
+        """Return the text of each id after `prompt`; joined, they are the whole text."""
         segmenter = self.segmenter(prompt, skip_special_tokens)
         assert segmenter is not None
         texts = [segmenter.push(token) for token in ids]
@@ -237,19 +249,8 @@ class Translation:
         end = self.detokenize(ids[-1:], remove_EOD=False, skip_special_tokens=False)
         return text if text.endswith(end) else text + end
 
-    def _prompt_ids(self, request: InferenceRequest, params: SamplingParams) -> list[int]:
-        given = _caller_ids(request)
-        if given is not None:
-            return given
-        if request.prompt is None:
-            raise InvalidRequest(
-                f"request {request.request_id} has neither prompt nor prompt_tokens"
-            )
-        tokenizer = self.need_tokenizer("a prompt given as text")
-        return tokenize_prompt(tokenizer, request.prompt, params.add_BOS)
-
     def _max_tokens(self, params: SamplingParams, prompt_length: int) -> int | None:
-        """Return the requested number of tokens, clamped to the limit; admission checks the prompt."""
+        """Return the requested number of new tokens, clamped to the limit; admission checks the prompt."""
         num_tokens = params.num_tokens_to_generate
         if params.num_tokens_total is not None:
             num_tokens = params.num_tokens_total - prompt_length
@@ -261,7 +262,7 @@ class Translation:
         if num_tokens is None or num_tokens <= room or room <= 0:
             return num_tokens
         warnings.warn(
-            f"{num_tokens} tokens after a prompt of {prompt_length} are over the limit of "
+            f"{num_tokens} tokens after a prompt of {prompt_length} exceed the limit of "
             f"{self.max_sequence_length} for both; {room} are generated",
             stacklevel=2,
         )
@@ -285,13 +286,92 @@ class Translation:
 
 def _caller_ids(request: InferenceRequest) -> list[int] | None:
     """Return the prompt ids given by the caller; None if the text has to be tokenized."""
-    given = request.prompt_tokens
-    if given is None:
+    tokens = request.prompt_tokens
+    if tokens is None:
         return None
     try:
-        ids = given.tolist() if isinstance(given, Tensor) else list(given)
+        ids = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
     except TypeError:
         raise InvalidRequest(
-            f"prompt_tokens={given!r}: must be a list or a tensor of ids"
+            f"prompt_tokens={tokens!r}: must be a list or a tensor of ids"
         ) from None
     return None if request.prompt is not None and ids == request._tokenized else ids
+
+
+# ---- tokenizers of both kinds: Hugging Face's, and Megatron's (`tokenize`, `detokenize`, `bos`, `eod`)
+
+
+class _MegatronAdapter:
+    """A Megatron tokenizer with the methods of transformers' tokenizers that Verbatim uses."""
+
+    clean_up_tokenization_spaces = False
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.bos_token_id, self.eos_token_id = (_id(tokenizer, name) for name in ("bos", "eod"))
+        self.all_special_ids = [i for i in (self.bos_token_id, self.eos_token_id) if i is not None]
+
+    def __len__(self) -> int:
+        return int(self._tokenizer.vocab_size)
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [int(i) for i in self._tokenizer.tokenize(text)]}
+
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return self.decode([token_id])
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False, **_: Any) -> str:
+        """Return the text of ids; `skip_special_tokens` is passed on if the tokenizer accepts it."""
+        detokenize = self._tokenizer.detokenize
+        if accepts(detokenize, ids, skip_special_tokens=True):
+            return str(detokenize(ids, skip_special_tokens=skip_special_tokens))
+        return str(detokenize(ids))
+
+
+def adapted(tokenizer: Any) -> Any:
+    """Return a tokenizer with transformers' interface; a Megatron one, with `detokenize`, is wrapped."""
+    return _MegatronAdapter(tokenizer) if hasattr(tokenizer, "detokenize") else tokenizer
+
+
+def eod_of(tokenizer: Any) -> int | None:
+    """Return the end-of-document id; None if there is none."""
+    return _id(adapted(tokenizer), "eos_token_id")
+
+
+def tokenize_prompt(tokenizer: Any, prompt: str, add_BOS: bool = False) -> list[int]:
+    """Return the ids of a prompt, with exactly one leading `bos` if `add_BOS`, else without any.
+
+    Raises:
+        InvalidRequest: `add_BOS`, and the tokenizer has no `bos`.
+    """
+    hf = adapted(tokenizer)
+    bos = _id(hf, "bos_token_id")
+    if add_BOS and bos is None:
+        raise InvalidRequest("add_BOS=True: the tokenizer has no bos")
+    ids = Tokenizer(hf).encode(prompt) if hf is tokenizer else hf(prompt)["input_ids"]
+    rest = list(dropwhile(lambda i: i == bos, ids))
+    return [bos, *rest] if add_BOS and bos is not None else rest
+
+
+def detokenize(
+    tokenizer: Any,
+    tokens: Sequence[int],
+    remove_EOD: bool = True,
+    skip_special_tokens: bool = True,
+) -> str:
+    """Return the text of ids, without trailing `eod`s if `remove_EOD`.
+
+    `skip_special_tokens` is passed on if the tokenizer accepts it.
+    """
+    ids, eod = list(tokens), eod_of(tokenizer)
+    while remove_EOD and ids and ids[-1] == eod:
+        ids.pop()
+    return str(adapted(tokenizer).decode(ids, skip_special_tokens=skip_special_tokens))
+
+
+def _id(tokenizer: Any, name: str) -> int | None:
+    try:  # Megatron's base class raises for a missing attribute
+        value = operator.index(getattr(tokenizer, name))
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
+    return value if value >= 0 else None

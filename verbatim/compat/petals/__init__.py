@@ -1,7 +1,4 @@
-"""Petals' distributed models, their `generate` and their sessions, on Verbatim's engine.
-
-`docs/coming-from/petals.md` says what differs from the original, and why.
-"""
+"""Petals' models, `generate` and sessions on Verbatim's engine; see docs/coming-from/petals.md."""
 
 from __future__ import annotations
 

@@ -11,26 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.compat.batches import PaddedRows
-from verbatim.compat.petals.call import GenerateCall, check_criteria
+from verbatim.api.llm import LLM
+from verbatim.api.padded import PaddedRows, check_padded
+from verbatim.api.tensors import draw_seed
+from verbatim.compat.petals.call import GenerateCall
 from verbatim.compat.petals.session import InferenceSession, active_session, entered
-from verbatim.compat.petals.settings import NOT_OWN, Settings, is_off
+from verbatim.compat.petals.settings import UNSUPPORTED_BY_TRANSFORMERS, Settings, is_off
+from verbatim.compat.shared import check_kind
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.llm import LLM
 from verbatim.params import SamplingParams
-from verbatim.tensors import check_padded, draw_seed
 
 _log = logging.getLogger("verbatim.compat.petals")
 
 
 class RemoteGenerationMixin:
-    """`generate` and `inference_session`.
+    """`generate` and `inference_session`."""
 
-    Attributes:
-        llm: the engine, provided by the class that mixes this in.
-    """
-
-    llm: LLM
+    llm: LLM  # provided by the subclass
 
     def generate(
         self,
@@ -51,31 +48,31 @@ class RemoteGenerationMixin:
 
         Args:
             inputs: `[B, P]` integers, also as `input_ids=`, padded on the left. None continues the
-                session; without one, or at its beginning, it starts from the model's BOS.
-            generation_config: values that the call does not name; then the model's apply, then
-                transformers' defaults.
+                session, or starts from the model's BOS if there is no session or it is empty.
+            generation_config: values for parameters that the call leaves out. Then those of the model apply,
+                then transformers' defaults.
             logits_processor: transformers' processors or functions of `input_ids` `[1, L]` and `scores`
-                `[1, V]`, called once per token and row, without pads, rows in any order: they must be pure.
+                `[1, V]`, called once per token and row, without pads, rows in any order. They must be pure.
             stopping_criteria: functions of `input_ids` `[1, L]` and `scores` (None without
                 `output_scores`), called for each new token of a row; True ends the row.
             prefix_allowed_tokens_fn: `f(row, ids)` returns the allowed next ids.
-            synced_gpus, assistant_model: False and None; drafts belong to the model.
-            streamer: gets the inputs, then each new column `[B]`, through `put`, and `end()`.
+            synced_gpus, assistant_model: only False and None; drafting is set when the model is opened.
+            streamer: its `put` is called with the inputs, then with each new column `[B]`, and then `end`.
             session: None takes the session of the enclosing `with` block, if any.
-            seed: an extension. Row b draws with it and sample index b. By default a session takes one from
-                torch's default generator at its first call, and a call without a session one when it
-                samples.
-            kwargs: transformers' generation parameters (`verbatim.compat.petals.settings.DONE` names
-                those that the engine runs). Others run in the model's own `generate`, while all engines of
-                this process wait, if transformers' module is in this process and there is no session.
+            seed: an extension. Row b draws with this seed and sample index b. By default it is drawn from
+                torch's default generator: once per session, at its first call, or once per sampling call
+                without a session.
+            kwargs: transformers' generation parameters (`verbatim.compat.petals.settings.SUPPORTED` names
+                those that the engine runs). With others, the model's own `generate` runs, while all engines
+                of this process wait, if transformers' module is in this process and there is no session.
                 `attention_mask` `[B, P]`, without which leading pads are masked; `tokenizer`, for
-                `stop_strings`. `max_length` counts pads and what the session had before. Exactly one of
-                `max_length` and `max_new_tokens`.
+                `stop_strings`. `max_length` counts pads and earlier columns of the session. Exactly one of
+                `max_length` and `max_new_tokens` is required.
 
         Returns:
             `[B, P + N]` int64 on the inputs' device: this call's prompt and completion, with pads after
-            a row's end. With `return_dict_in_generate` transformers' output, whose `past_key_values` is a
-            `RemotePastKeyValues`.
+            a row's end. With `return_dict_in_generate` transformers' output, with a
+            `RemotePastKeyValues` as its `past_key_values`.
 
         Raises:
             InvalidRequest, NotSupported, PromptTooLong: before any token is generated (all ValueErrors); a
@@ -102,21 +99,27 @@ class RemoteGenerationMixin:
         }
         try:
             if synced_gpus:
-                raise NotSupported("synced_gpus=True: ranks with a call each are LLM.generate's")
+                raise NotSupported(
+                    "synced_gpus=True: not supported; call LLM.generate on each rank"
+                )
             kwargs["assistant_model"] = assistant_model
             mask, tokenizer = kwargs.pop("attention_mask", None), kwargs.pop("tokenizer", None)
             settings = Settings(self.llm, kwargs, generation_config)
-            given = self._given(settings, inputs, mask, session)
-            criteria = check_criteria(self.llm, settings, stopping_criteria, streamer, tokenizer)
-            functions = criteria, streamer, logits_processor, prefix_allowed_tokens_fn
+            columns = self._new_columns(settings, inputs, mask, session)
+            functions = (
+                stopping_criteria,
+                streamer,
+                tokenizer,
+                logits_processor,
+                prefix_allowed_tokens_fn,
+            )
             begin = partial(GenerateCall, self.llm, settings, *functions)
             if session is None:
-                assert given is not None
                 drawn = draw_seed() if seed is None and settings["do_sample"] else seed or 0
-                call = begin(PaddedRows.empty(given.num_rows), given, seed=drawn)
+                call = begin(None, columns, seed=drawn)
         except NotSupported as why:
-            module = self._own_module()
-            if module is None or session is not None or synced_gpus or _is_of_no_model(arguments):
+            module = self._whole_module()
+            if module is None or session is not None or synced_gpus or _is_unsupported(arguments):
                 raise
             _log.info("generate runs in the model's own loop: %s", why)
             rows = None if inputs is None else inputs.to(module.device)
@@ -125,18 +128,18 @@ class RemoteGenerationMixin:
             if session is None:
                 output = call.run()
             else:
-                output = session._generate(begin, settings, given, seed)
+                output = session._generate(begin, settings, columns, seed)
         return output if inputs is None else _on_device(output, inputs.device)
 
     def inference_session(
         self, max_length: int | None = None, *, seed: int | None = None
     ) -> InferenceSession:
-        """Open a session, best in a `with` block; inside, `session=` may be left out.
+        """Open a session, preferably in a `with` block, in which `session=` can be omitted.
 
         Args:
             max_length: maximum number of columns, prompts included; None takes the engine's limit. Blocks for
                 all of them are reserved for each row.
-            seed: for all its draws; None takes one from torch's default generator at its first call.
+            seed: seed of all draws; None takes one from torch's default generator at the first call.
 
         Raises:
             InvalidRequest: a value out of range.
@@ -146,7 +149,7 @@ class RemoteGenerationMixin:
 
     @property
     def active_session(self) -> InferenceSession | None:
-        """The session of a call without `session=`."""
+        """The session that a call without `session=` uses."""
         return active_session(self.llm)
 
     def use_session(
@@ -155,25 +158,22 @@ class RemoteGenerationMixin:
         """Make `session` the active one in a `with` block, without closing it; None deactivates."""
         return entered(self.llm, None if session is None else self._session(session))
 
-    def _own_module(self) -> Any:
-        """Return transformers' module if it is whole in this process, else None."""
+    def _whole_module(self) -> Any:
+        """Return transformers' module if all of it is in this process, else None."""
         module = self.llm.engine.module
         return module if hasattr(module, "generate") else None
 
     def _session(self, session: Any) -> InferenceSession | None:
-        if session is None:
-            return self.active_session
-        if not isinstance(session, InferenceSession):
-            raise InvalidRequest(f"session={session!r}: must be an InferenceSession or None")
-        if session._llm is not self.llm:
-            raise InvalidRequest("session: it is another model's")
-        return session
+        check_kind("session", session, InferenceSession | None, "an InferenceSession or None")
+        if session is not None and session._llm is not self.llm:
+            raise InvalidRequest("session: belongs to another model")
+        return session or self.active_session
 
-    def _given(
+    def _new_columns(
         self, settings: Settings, inputs: Any, mask: Any, session: InferenceSession | None
     ) -> PaddedRows | None:
         if inputs is not None:
-            columns = PaddedRows.of(inputs, mask, settings.pad_id, "inputs")
+            columns = PaddedRows.of(inputs, mask, name="inputs", pad_id=settings.pad_id, left=True)
             if not columns.ids.numel():
                 shape = list(columns.ids.shape)
                 raise InvalidRequest(f"inputs has shape {shape}: at least one token is needed")
@@ -190,15 +190,15 @@ class RemoteGenerationMixin:
                 "inputs=None at the beginning starts from the model's BOS, and this one has none; give "
                 "inputs or bos_token_id"
             )
-        return PaddedRows.of(torch.tensor([[bos_id]]), None, None)
+        return PaddedRows.of(torch.tensor([[bos_id]]), None)
 
 
-def _is_of_no_model(arguments: dict[str, Any]) -> bool:
-    """Return whether a call has a parameter that transformers' own `generate` lacks, too."""
+def _is_unsupported(arguments: dict[str, Any]) -> bool:
+    """Return whether a call has a parameter that transformers' own `generate` does not support either."""
     config = arguments["generation_config"]
     return any(
         not is_off(name, value)
-        for name in NOT_OWN
+        for name in UNSUPPORTED_BY_TRANSFORMERS
         for value in (arguments.get(name), getattr(config, name, None))
     )
 

@@ -1,4 +1,4 @@
-"""`InferenceSession`: rows that keep K and V between calls of `generate`."""
+"""`InferenceSession`: rows with K and V that persist between calls of `generate`."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from verbatim.checks import integer
-from verbatim.compat.batches import PaddedRows
+from verbatim.api.llm import LLM
+from verbatim.api.padded import PaddedRows
+from verbatim.api.session import CacheHolder
+from verbatim.api.tensors import draw_seed
+from verbatim.common.checks import integer
 from verbatim.compat.petals.call import GenerateCall
 from verbatim.compat.petals.settings import Settings
 from verbatim.core import SessionCache
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong
-from verbatim.llm import LLM
 from verbatim.params import SamplingParams
 from verbatim.placement.actor import run_layers
-from verbatim.session import CacheHolder
-from verbatim.tensors import draw_seed
 
 Entered = tuple[LLM, "InferenceSession | None"]
 
-# The `with` blocks of this thread or task, for all models, outermost first.
+# The sessions of the `with` blocks of this thread or task, for all models, outermost first.
 _entered: ContextVar[tuple[Entered, ...]] = ContextVar("entered", default=())
 
 
 class InferenceSession(CacheHolder):
-    """Rows that grow over several calls; opened by `model.inference_session`, best in a `with` block.
+    """Rows that grow over several calls; opened by `model.inference_session`, preferably in a `with` block.
 
-    The first call sets the number of rows. All draws have one seed, and row b's sample
-    index b. A failing call of `generate` leaves the session unchanged.
+    The first call sets the number of rows. All draws use one seed, row b with sample index b. A
+    failing call of `generate` leaves the session unchanged.
     """
 
     def __init__(self, llm: LLM, *, max_length: int, seed: int | None = None) -> None:
         if llm.engine.collective is not None:
             raise NotSupported(
-                "a session: where each rank is a process of the user's, they make their calls together"
+                "a session: not supported when the user starts the ranks, because their calls are "
+                "collective"
             )
         length = integer("max_length", max_length, 1)
         if length > llm.max_length:
@@ -49,14 +50,14 @@ class InferenceSession(CacheHolder):
         self._llm, self._max_length = llm, length
         self.seed = seed
         self._columns: PaddedRows | None = None
-        # Of a session that passes hidden states: transformers' cache, its columns and its rows.
+        # For a session that runs hidden states: transformers' cache, and its numbers of columns and rows.
         self._hidden: Any = None
         self._num_hidden = self._hidden_rows = 0
         self._block = ExitStack()
 
     @property
     def seed(self) -> int | None:
-        """The seed of all draws; None until the first call, which takes one from torch's generator."""
+        """The seed of all draws; None until the first call, which draws one from torch's generator."""
         return self._seed
 
     @seed.setter
@@ -75,7 +76,7 @@ class InferenceSession(CacheHolder):
 
     @position.setter
     def position(self, value: int) -> None:
-        with self._claimed():
+        with self._claim():
             position = integer("position", value, 0)
             if position > self.position:
                 raise InvalidRequest(
@@ -86,7 +87,7 @@ class InferenceSession(CacheHolder):
             elif self._columns is not None:
                 self._columns = self._columns.first(position)
             else:
-                self._keep_hidden(position)
+                self._crop_hidden(position)
 
     @property
     def max_length(self) -> int:
@@ -99,24 +100,24 @@ class InferenceSession(CacheHolder):
         return self.output_ids[:, -1:] if self.position and self.output_ids is not None else None
 
     def step(self, inputs: Tensor, prompts: None = None, hypo_ids: None = None) -> Tensor:
-        """Run hidden states `[B, T, H]` through all layers, after those of the steps before.
+        """Run hidden states `[B, T, H]` through all layers, at the positions after those of earlier steps.
 
-        By transformers' own code and without gradients, for a session in which nothing is generated. T may
-        be 0. An error in a layer leaves the session unchanged or, if its cache can't be shortened (recurrent
-        states, full windows), closes it.
+        This uses transformers' own code without gradients; such a session can't generate. T may be 0. An
+        error in a layer leaves the session unchanged or, if its cache can't be cropped (recurrent states,
+        full windows), closes it.
 
         Raises:
-            NotSupported: the whole unquantized module is not in this process; `prompts` or `hypo_ids`.
+            NotSupported: this process does not have the whole unquantized module; `prompts` or `hypo_ids`.
             PromptTooLong: more columns than `max_length`.
-            InvalidRequest: other shapes than before, or no hidden states; the session has ids.
+            InvalidRequest: no hidden states, another number of rows than before, or a session with ids.
         """
         for name, value in (("prompts", prompts), ("hypo_ids", hypo_ids)):
             if value is not None:
-                raise NotSupported(f"{name}: hidden states are all that a step takes")
-        with self._claimed():
+                raise NotSupported(f"{name}: a step takes only hidden states")
+        with self._claim():
             if self._columns is not None:
                 raise InvalidRequest(
-                    "InferenceSession.step: this session has ids; open another one"
+                    "InferenceSession.step: this session holds token ids; open another one"
                 )
             self._check_hidden(inputs)
             width = self._num_hidden + inputs.shape[1]
@@ -132,15 +133,15 @@ class InferenceSession(CacheHolder):
                     outputs, cache = self._llm.engine.call_module(run_layers, inputs, self._hidden)
             except BaseException:
                 try:
-                    self._keep_hidden(self._num_hidden)
+                    self._crop_hidden(self._num_hidden)
                 except NotSupported:
                     self.close()
                 raise
             self._hidden, self._num_hidden, self._hidden_rows = cache, width, len(inputs)
         return outputs
 
-    def _keep_hidden(self, num_columns: int) -> None:
-        """Drop the hidden states after `num_columns`; NotSupported if a layer can't."""
+    def _crop_hidden(self, num_columns: int) -> None:
+        """Crop the cache to `num_columns`; raise NotSupported if a layer's cache can't be cropped."""
         layers = [] if self._hidden is None else getattr(self._hidden, "layers", [self._hidden])
         for layer in layers:
             if not getattr(layer, "is_croppable", False) or (
@@ -161,11 +162,11 @@ class InferenceSession(CacheHolder):
             raise InvalidRequest(f"inputs={shown}: must be hidden states [B, T, H]")
         if self._num_hidden and len(inputs) != self._hidden_rows:
             raise InvalidRequest(
-                f"inputs has {len(inputs)} rows, and the session {self._hidden_rows}"
+                f"inputs has {len(inputs)} rows, but the session has {self._hidden_rows}"
             )
 
     def close(self) -> None:
-        """Free the K and V; a running call fails."""
+        """Free K and V; a call in progress fails."""
         super().close()
         self._hidden = None
 
@@ -184,25 +185,26 @@ class InferenceSession(CacheHolder):
         self,
         begin: Callable[..., GenerateCall],
         settings: Settings,
-        given: PaddedRows | None,
+        new_columns: PaddedRows | None,
         seed: int | None,
     ) -> Any:
-        """Run the call that `begin` makes of the columns so far and `given`; None continues the rows."""
-        with self._claimed():
-            past = self._past(given, settings.num_copies)
+        """Run the call that `begin` builds on the session's columns and `new_columns`, None to continue."""
+        with self._claim():
+            self._check_turn(new_columns, settings.num_copies)
             seed = self._resolve_seed(seed)
-            width = past.width + (0 if given is None else given.width)
+            past_width = self.position
+            width = past_width + (0 if new_columns is None else new_columns.width)
             length = width + settings.new_tokens(width)
             if length > self._max_length:
                 raise PromptTooLong(
-                    f"{past.width} tokens of the session, {width - past.width} given and "
+                    f"{past_width} tokens of the session, {width - past_width} given and "
                     f"{length - width} new ones make {length}; the session's max_length is "
                     f"{self._max_length}"
                 )
-            if not self._caches:
-                self._caches += [SessionCache(self._max_length) for _ in range(past.num_rows)]
+            if not self._caches and new_columns is not None:
+                self._caches += [SessionCache(self._max_length) for _ in new_columns.ids]
             try:
-                call = begin(past, given, seed=seed, session_caches=self._caches)
+                call = begin(self._columns, new_columns, seed=seed, session_caches=self._caches)
                 with self._running(list(call.requests.values())):
                     for cache in self._caches:
                         list(self._handle.sessions.acquire(cache, 0.0))
@@ -222,22 +224,20 @@ class InferenceSession(CacheHolder):
         self._columns = self._hidden = None
         self._num_hidden = 0
 
-    def _past(self, given: PaddedRows | None, copies: int) -> PaddedRows:
+    def _check_turn(self, new_columns: PaddedRows | None, copies: int) -> None:
         if copies != 1:
             raise NotSupported(
-                f"num_return_sequences={copies} in a session: each of its rows goes on in one way; call "
-                "generate without a session, or with so many rows"
+                f"num_return_sequences={copies} in a session: a session row has a single "
+                "continuation; call generate without a session, or repeat the row"
             )
         if self._num_hidden:
             raise InvalidRequest("this session passes hidden states; open another one to generate")
-        if self._columns is None:
-            assert given is not None
-            return PaddedRows.empty(given.num_rows)
-        if given is not None and given.num_rows != self._columns.num_rows:
+        if self._columns is None or new_columns is None:
+            return
+        if new_columns.num_rows != self._columns.num_rows:
             raise InvalidRequest(
-                f"inputs has {given.num_rows} rows, and the session {self._columns.num_rows}"
+                f"inputs has {new_columns.num_rows} rows, but the session has {self._columns.num_rows}"
             )
-        return self._columns
 
     def _resolve_seed(self, seed: int | None) -> int:
         if self.seed is None:
@@ -250,13 +250,13 @@ class InferenceSession(CacheHolder):
 
 
 def active_session(llm: LLM) -> InferenceSession | None:
-    """Return the model's session of the innermost `with` block around the call; None outside of any."""
+    """Return the model's session of the innermost enclosing `with` block; None outside of one."""
     return next((session for entered, session in reversed(_entered.get()) if entered is llm), None)
 
 
 @contextmanager
 def entered(llm: LLM, session: InferenceSession | None) -> Iterator[InferenceSession | None]:
-    """Make a session, or None, the model's innermost one in a block, which may end in another thread."""
+    """Make a session, or None, the model's active one in the block, which may end in another thread."""
     block = llm, session
     _entered.set((*_entered.get(), block))
     try:

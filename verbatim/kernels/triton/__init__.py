@@ -1,8 +1,8 @@
 """The GPU kernels in Triton: attention over blocks, products, norms, rotary embeddings, draws.
 
-Imported only when something has to run on a GPU, or when `VERBATIM_KERNELS=triton` asks for these
-kernels on the CPU under Triton's interpreter (`TRITON_INTERPRET=1`), which is how they are checked
-where there is no GPU. Every kernel has a reference in plain torch beside it or in the room it serves.
+Imported only if something has to run on a GPU, or if `VERBATIM_KERNELS=triton` selects these kernels on
+the CPU under Triton's interpreter (`TRITON_INTERPRET=1`), which is how they are tested without a GPU.
+Every kernel has a reference in plain torch, in its own module or in the module that calls it.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Attention over KV blocks: one kernel for decode and prefill, and one that combines its partial results.
 
-A tile holds the query rows of a few tokens of one sequence and all the heads of one KV head. Its keys
-come in splits of `SPLIT` positions, counted from position 0 of the sequence, and in tiles of `KEYS`
-within them; a row's state (largest score, sum, values) is merged over the splits in their order. One
-program takes one split or all of them, as is faster: sums of sums of some splits would be rounded
-otherwise. A row's bits depend neither on that nor on the rows beside it, since
+A tile holds the query rows of a few tokens of one sequence, for all heads of one KV head. Keys are processed
+in splits of `SPLIT` positions, counted from position 0 of the sequence, and in tiles of `KEYS` within them; a
+row's state (largest score, sum, values) is merged over the splits in order. A program takes one split or all
+of them, whichever is faster, never a part: sums of partial sums would be rounded differently. A row's bits
+depend neither on that nor on the other rows, because
 
 - decode and prefill are the same compiled kernel, with the same tile shapes;
-- a tile of keys that a row sees nothing of leaves its state as it is (a factor of 1, a sum of 0);
-- merging a state into an empty one gives that state, so it may happen in one kernel or in the other.
+- a tile without keys that a row sees leaves the row's state unchanged (a factor of 1, a sum of 0);
+- merging a state into an empty one gives that state, so either kernel may do it.
 
-`paged_attention` of `verbatim.kv.attention` says what the arguments are, and has the plain reference.
+`verbatim.kv.attention.paged_attention` describes the arguments, and has the plain reference.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ import triton.language as tl
 from torch import Tensor
 
 from verbatim.batch import AttentionBatch
-from verbatim.kernels.options import AttentionOptions, Packing
+from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.packing import Packing
 from verbatim.kernels.triton.numbers import DTYPES, EXACT, helper, product, rounded, widened
 from verbatim.kernels.triton.quantized import load_rows
 
-SPLIT = 512  # positions; a split's sums are made before they meet the other splits'
+SPLIT = 512  # positions; the sums of a split are computed before they are merged with others
 KEYS = 64  # positions in a tile
-ROWS = 16  # rows of a tile, tokens times heads of a KV head: the least that a matrix product takes
-_FAST_ROWS = 64  # of a chunk, where its bits need not be those of a single row
-_PROGRAMS = 1024  # that keep a GPU busy
-_PARTIAL_BYTES = 256 * 2**20  # of states between the two kernels
+ROWS = 16  # tokens times heads of a KV head, per tile: the minimum of a matrix product
+_FAST_ROWS = 64  # per tile, if bits need not be those of a single row
+_PROGRAMS = 1024  # enough to keep a GPU busy
+_PARTIAL_BYTES = 256 * 2**20  # of the states between the two kernels
 MAX_WIDTH = 512  # of a head
-_TILE_BYTES = 128 * 1024  # of K and V at most; a tile of wide heads has fewer keys
+_TILE_BYTES = 128 * 1024  # maximum of K and V; a tile of wide heads has fewer keys
 
 
-def served(q: Tensor, k_store: Tensor, value_size: int, packing: Packing | None = None) -> bool:
+def supports(q: Tensor, k_store: Tensor, value_size: int, packing: Packing | None = None) -> bool:
     """Return whether the kernels support these dtypes and widths."""
     return (
         q.dtype in DTYPES
@@ -46,7 +47,7 @@ def served(q: Tensor, k_store: Tensor, value_size: int, packing: Packing | None 
 
 @helper
 def _merge(top, total, values, top2, total2, values2):
-    """The state of some keys and the state of those behind them, as one."""
+    """Merge the state of some keys and the state of the keys after them."""
     highest = tl.maximum(top, top2)
     safe = tl.where(highest == float("-inf"), 0.0, highest)
     first, second = tl.exp(top - safe), tl.exp(top2 - safe)
@@ -94,11 +95,11 @@ def _attend(
     VALUE_GROUP: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """The states of a tile of rows over a group of splits: `tops`, `totals` `[T, H, groups]` and
+    """Compute the states of a tile of rows over a group of splits: `tops`, `totals` `[T, H, groups]` and
     `accs` `[T, H, groups, Dv]`.
     """
     tile, kv_head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # The tiles of sequence s begin at query_starts[s] // TOKENS + s: find the last that is not above.
+    # The tiles of sequence s begin at query_starts[s] // TOKENS + s: find the last not above `tile`.
     low: tl.int32 = 0
     high = num_sequences
     while low < high:
@@ -120,20 +121,20 @@ def _attend(
 
     row = tl.arange(0, ROWS)
     token = first_row + row // HEADS_EACH
-    held_row = (row < TOKENS * HEADS_EACH) & (token < stop)
+    row_mask = (row < TOKENS * HEADS_EACH) & (token < stop)
     head = kv_head * HEADS_EACH + row % HEADS_EACH
     position = first_position + row // HEADS_EACH
     at_key, at_value = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     where_q = token.to(tl.int64) * q_stride + head * q_head_stride
     queries = tl.load(
         q + where_q[:, None] + at_key[None, :],
-        mask=held_row[:, None] & (at_key < KEY)[None, :],
+        mask=row_mask[:, None] & (at_key < KEY)[None, :],
         other=0.0,
     )
     if queries.dtype != COMPUTE:
         queries = widened(queries)
     if HAS_ALIBI:
-        slope = tl.load(alibi + head, mask=held_row, other=0.0)
+        slope = tl.load(alibi + head, mask=row_mask, other=0.0)
 
     lowest = 0
     if WINDOW > 0:
@@ -151,10 +152,10 @@ def _attend(
         begin = tl.maximum(split * SPLIT, lowest // KEYS * KEYS)
         for first_key in range(begin, tl.minimum(split * SPLIT + SPLIT, num_keys), KEYS):
             key = first_key + tl.arange(0, KEYS)
-            held = key < num_keys  # later keys are unwritten, or another sequence's
-            block = tl.load(block_tables + s * table_stride + key // BLOCK_SIZE, held, other=0)
+            mask = key < num_keys  # later keys are unwritten, or of another sequence
+            block = tl.load(block_tables + s * table_stride + key // BLOCK_SIZE, mask, other=0)
             slot = (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
-            keys = load_rows(k_store, slot, held, KEYS, KEY, KEY_BLOCK, BITS, KEY_GROUP, COMPUTE)
+            keys = load_rows(k_store, slot, mask, KEYS, KEY, KEY_BLOCK, BITS, KEY_GROUP, COMPUTE)
             score = product(queries, tl.trans(keys), tl.zeros([ROWS, KEYS], tl.float32)) * scale
             if SOFTCAP > 0:  # softcap * tanh(score / softcap)
                 score = SOFTCAP - 2 * SOFTCAP / (tl.exp(score * (2 / SOFTCAP)) + 1)
@@ -171,7 +172,7 @@ def _attend(
             weight = tl.exp(score - safe[:, None])
             factor = tl.exp(split_top - safe)
             values = load_rows(
-                v_store, slot, held, KEYS, VALUE, VALUE_BLOCK, BITS, VALUE_GROUP, COMPUTE
+                v_store, slot, mask, KEYS, VALUE, VALUE_BLOCK, BITS, VALUE_GROUP, COMPUTE
             )
             split_total = split_total * factor + tl.sum(weight, 1)
             split_acc = product(rounded(weight, COMPUTE), values, split_acc * factor[:, None])
@@ -180,12 +181,12 @@ def _attend(
 
     heads: tl.constexpr = KV_HEADS * HEADS_EACH
     place = (token.to(tl.int64) * heads + head) * groups + group
-    tl.store(tops + place, top, mask=held_row)
-    tl.store(totals + place, total, mask=held_row)
+    tl.store(tops + place, top, mask=row_mask)
+    tl.store(totals + place, total, mask=row_mask)
     tl.store(
         accs + place[:, None] * VALUE + at_value[None, :],
         acc,
-        mask=held_row[:, None] & (at_value < VALUE)[None, :],
+        mask=row_mask[:, None] & (at_value < VALUE)[None, :],
     )
 
 
@@ -210,8 +211,8 @@ def _finish(
     HAS_SINKS: tl.constexpr,
     OUT: tl.constexpr,
 ):
-    """Combine one row's heads of one KV head: the states of its groups of splits in order, the sink, the
-    quotient.
+    """Combine the states of one row, for all heads of one KV head: merge its groups of splits in order, add
+    the sink, and divide.
     """
     row, kv_head = tl.program_id(0), tl.program_id(1)
     low: tl.int32 = 0
@@ -225,29 +226,29 @@ def _finish(
     position = tl.load(context_lens + low - 1) - tl.load(query_starts + low) + row
     count = position // (SPLIT * splits_each) + 1
     at_head, at_value = tl.arange(0, HEAD_BLOCK), tl.arange(0, VALUE_BLOCK)
-    held = at_head < HEADS_EACH
-    held_values = held[:, None] & (at_value < VALUE)[None, :]
+    mask = at_head < HEADS_EACH
+    values_mask = mask[:, None] & (at_value < VALUE)[None, :]
     place = (row.to(tl.int64) * KV_HEADS + kv_head) * HEADS_EACH + at_head
     top = tl.full([HEAD_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([HEAD_BLOCK], tl.float32)
     acc = tl.zeros([HEAD_BLOCK, VALUE_BLOCK], tl.float32)
     for group in range(count):
         state = place * groups + group
-        top2 = tl.load(tops + state, mask=held, other=float("-inf"))
-        total2 = tl.load(totals + state, mask=held, other=0.0)
+        top2 = tl.load(tops + state, mask=mask, other=float("-inf"))
+        total2 = tl.load(totals + state, mask=mask, other=0.0)
         acc2 = tl.load(
-            accs + state[:, None] * VALUE + at_value[None, :], mask=held_values, other=0.0
+            accs + state[:, None] * VALUE + at_value[None, :], mask=values_mask, other=0.0
         )
         top, total, acc = _merge(top, total, acc, top2, total2, acc2)
-    if HAS_SINKS:  # one more score, without a value
-        sink = tl.load(sinks + kv_head * HEADS_EACH + at_head, mask=held, other=float("-inf"))
+    if HAS_SINKS:  # an additional score without a value
+        sink = tl.load(sinks + kv_head * HEADS_EACH + at_head, mask=mask, other=float("-inf"))
         one = tl.full([HEAD_BLOCK], 1.0, tl.float32)
         top, total, acc = _merge(top, total, acc, sink, one, tl.zeros_like(acc))
-    total = tl.where(held, total, 1.0)
+    total = tl.where(mask, total, 1.0)
     tl.store(
         out + place[:, None] * VALUE + at_value[None, :],
         rounded(tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape)), OUT),
-        mask=held_values,
+        mask=values_mask,
     )
 
 
@@ -262,14 +263,14 @@ def paged_attention(
     packing: Packing | None = None,
     value_size: int = 0,
 ) -> Tensor:
-    """Compute `verbatim.kv.attention.paged_attention` for tensors on one GPU; `served` must hold.
+    """Compute `verbatim.kv.attention.paged_attention` for tensors on one GPU; `supports` must hold.
 
-    Nothing is read back from the GPU: how long a context may be is told by the width of `block_tables`.
+    Nothing is read back from the GPU: the width of `block_tables` bounds the context lengths.
 
     Args:
-        batch_invariant: chunks are cut into the tiles of single rows. False takes taller tiles, which are
-            faster and round otherwise.
-        packing, value_size: as there.
+        batch_invariant: prefills use the same tiles as single rows. False selects taller tiles, which are
+            faster and round differently.
+        packing, value_size: as in `verbatim.kv.attention.paged_attention`.
     """
     num_tokens, heads, key_size = q.shape
     _, kv_heads, block_size, width = v_store.shape
@@ -338,7 +339,7 @@ def paged_attention(
         VALUE_GROUP=min(packing.group, value_block) if packing else 0,
         COMPUTE=DTYPES[compute],
         num_warps=4 if max(key_block, value_block) <= 256 else 8,
-        num_stages=max(1, min(3, 160 * 1024 // (keys * key_bytes))),  # they lie in 227 KB together
+        num_stages=max(1, min(3, 160 * 1024 // (keys * key_bytes))),  # all stages share 227 KB
         **EXACT,
     )
     _finish[(num_tokens, kv_heads)](

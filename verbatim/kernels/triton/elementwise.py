@@ -1,4 +1,4 @@
-"""Activations, each element by itself, with the bits of torch's functions on a GPU."""
+"""Elementwise activations, with the bits of torch's functions on a GPU."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def _activate(
     DTYPE: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    held = at < count
-    value = widened(tl.load(x + at, mask=held, other=0.0))
+    mask = at < count
+    value = widened(tl.load(x + at, mask=mask, other=0.0))
     numerator = value if KIND == SILU else tl.full([BLOCK], 1.0, tl.float32)
-    made = rounded(tl.div_rn(numerator, 1.0 + exp(-value)), DTYPE)
+    result = rounded(tl.div_rn(numerator, 1.0 + exp(-value)), DTYPE)
     if HAS_UP:
-        factor = widened(tl.load(up + at, mask=held, other=0.0))
-        made = rounded(widened(made) * factor, DTYPE)
-    tl.store(out + at, made, mask=held)
+        factor = widened(tl.load(up + at, mask=mask, other=0.0))
+        result = rounded(widened(result) * factor, DTYPE)
+    tl.store(out + at, result, mask=mask)
 
 
-def served(x: Tensor, activation: Activation) -> bool:
-    """Return whether the kernel has the activation, and supports the dtype."""
+def supports(x: Tensor, activation: Activation) -> bool:
+    """Return whether the kernel supports the activation and the dtype."""
     return activation in (Activation.SILU, Activation.SIGMOID) and x.dtype in DTYPES
 
 
 def activate(x: Tensor, activation: Activation, up: Tensor | None = None) -> Tensor:
-    """Compute the activation of `x`, rounded to its dtype, and times `up`, of its shape and dtype."""
+    """Return the activation of `x`, rounded to its dtype, times `up` of the same shape and dtype, if any."""
     x = x.contiguous()
     out = torch.empty_like(x)
     if count := x.numel():

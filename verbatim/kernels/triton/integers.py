@@ -1,7 +1,7 @@
-"""Products of 8-bit activations with quantized weights, by the formulas of `model/integers.py`.
+"""Products of 8-bit activations with quantized weights, by the formulas of `quantization/integers.py`.
 
 Sums of codes are exact integers, and the rest is the same sequence of roundings, so every element has the
-bits that the CPU's kernels give it, whatever the tiles.
+bits of the CPU's kernels, whatever the tiles.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verbatim.kernels.packing import WeightPacking
 from verbatim.kernels.triton.numbers import DTYPES, EXACT, rounded, widened
-from verbatim.kernels.triton.packed import MatrixLayout
 
-_TILES = ((16, 32, 4), (64, 64, 4), (128, 64, 8))  # rows, columns and warps, for more and more rows
-_HALF_EVEN = tl.constexpr(1.5 * 2.0**23)  # adding it rounds to an integer, to even
+_TILES = ((16, 32, 4), (64, 64, 4), (128, 64, 8))  # (rows, columns, warps), for more and more rows
+_HALF_EVEN = tl.constexpr(1.5 * 2.0**23)  # adding it rounds to an integer, ties to even
 _SMALLEST = tl.constexpr(2.0**-100)
 
 
@@ -25,21 +25,21 @@ def _codes(codes, scales, sums, x, depth, groups, GROUP: tl.constexpr, SIZE: tl.
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, SIZE)
     k = group * GROUP + at
-    held = (at < GROUP) & (k < depth)
-    part = widened(tl.load(x + row * depth + k, mask=held, other=0.0))
+    mask = (at < GROUP) & (k < depth)
+    part = widened(tl.load(x + row * depth + k, mask=mask, other=0.0))
     is_finite = tl.sum((part - part != 0.0).to(tl.int32), 0) == 0
     peak = tl.max(tl.where(is_finite, tl.abs(part), 0.0), 0)
     fit = is_finite & (peak >= _SMALLEST)
     factor = tl.div_rn(127.0, tl.where(fit, peak, 1.0))
     code = tl.where(fit, (part * factor + _HALF_EVEN) - _HALF_EVEN, 0.0)
-    tl.store(codes + row * depth + k, code.to(tl.int8), mask=held)
+    tl.store(codes + row * depth + k, code.to(tl.int8), mask=mask)
     scale = tl.where(fit, tl.div_rn(peak, 127.0), tl.where(is_finite, 0.0, float("nan")))
     tl.store(scales + row * groups + group, scale)
     tl.store(sums + row * groups + group, tl.sum(code, 0))
 
 
 def activation_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize rows `[R, K]` as `model/integers.py` does: int8 `[R, K]`, float32 `[R, groups]` twice."""
+    """Quantize rows `[R, K]`: codes int8 `[R, K]`, scales `[R, groups]` and sums of codes `[R, groups]`."""
     (num_rows, depth), x = x.shape, x.contiguous()
     codes = torch.empty(num_rows, depth, dtype=torch.int8, device=x.device)
     scales = torch.empty(num_rows, triton.cdiv(depth, group), dtype=torch.float32, device=x.device)
@@ -74,28 +74,28 @@ def _integer_linear(
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    held_row, held_column = row < num_rows, column < num_columns
+    row_mask, column_mask = row < num_rows, column < num_columns
     row_at = row.to(tl.int64)
     matrix = data.to(tl.pointer_type(tl.int32), bitcast=True)
     matrix += column.to(tl.int64) // 32 * stride * 32 + column % 32
-    CODES: tl.constexpr = 32 // BITS  # of a word
+    CODES: tl.constexpr = 32 // BITS  # per word
     WORDS: tl.constexpr = GROUP // CODES
     within, place = tl.arange(0, GROUP), tl.arange(0, CODES)
     shift = (place * 8 if BITS == 8 else place % 4 * 8 + place // 4 * 4)[None, :, None]
     total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
     for group in range(groups):
-        first = group * (1 + WORDS)  # of the group's words: the head, then codes
+        first = group * (1 + WORDS)  # word of the group's head, which precedes its codes
         k, word = group * GROUP + within, first + 1 + tl.arange(0, WORDS)
         a = tl.load(
             codes + row_at[:, None] * depth + k[None, :],
-            mask=held_row[:, None] & (k < depth)[None, :],
+            mask=row_mask[:, None] & (k < depth)[None, :],
             other=0,
         )
-        held = held_column[None, :] & (word < stride)[:, None]
-        words = tl.load(matrix[None, :] + word[:, None] * 32, mask=held, other=0)
-        head = tl.load(matrix + first * 32, mask=held_column, other=0)
-        x_scale = tl.load(scales + row_at * groups + group, mask=held_row, other=0.0)[:, None]
-        x_sum = tl.load(sums + row_at * groups + group, mask=held_row, other=0.0)[:, None]
+        mask = column_mask[None, :] & (word < stride)[:, None]
+        words = tl.load(matrix[None, :] + word[:, None] * 32, mask=mask, other=0)
+        head = tl.load(matrix + first * 32, mask=column_mask, other=0)
+        x_scale = tl.load(scales + row_at * groups + group, mask=row_mask, other=0.0)[:, None]
+        x_sum = tl.load(sums + row_at * groups + group, mask=row_mask, other=0.0)[:, None]
         code = tl.reshape(words[:, None, :] >> shift & (1 << BITS) - 1, GROUP, COLUMNS)
         dots = tl.dot(a, (code - 128 if BITS == 8 else code).to(tl.int8), out_dtype=tl.int32)
         products = dots.to(tl.float32)
@@ -105,25 +105,25 @@ def _integer_linear(
         low = (head & -65536).to(tl.float32, bitcast=True)[None, :]
         total += x_scale * (scale * products + low * x_sum)
     if HAS_BIAS:
-        total += widened(tl.load(bias + column, mask=held_column, other=0.0))[None, :]
+        total += widened(tl.load(bias + column, mask=column_mask, other=0.0))[None, :]
     tl.store(
         out + row_at[:, None] * num_columns + column[None, :],
         rounded(total, OUT),
-        mask=held_row[:, None] & held_column[None, :],
+        mask=row_mask[:, None] & column_mask[None, :],
     )
 
 
 def linear(
     x: Tensor,
     data: Tensor,
-    layout: MatrixLayout,
+    packing: WeightPacking,
     bias: Tensor | None = None,
     *,
     float32: bool = False,
 ) -> Tensor:
-    """Compute the product of x `[..., K]` with an interleaved matrix: `[..., N]` in x's dtype, or float32."""
-    num_columns, depth = layout[:2]
-    codes, scales, sums = activation_codes(x.reshape(-1, depth), layout.group)
+    """Return the product of x `[..., K]` and an interleaved matrix: `[..., N]` in x's dtype, or float32."""
+    num_columns, depth = packing.width, packing.depth
+    codes, scales, sums = activation_codes(x.reshape(-1, depth), packing.rows.group)
     num_rows, groups = scales.shape
     dtype = torch.float32 if float32 else x.dtype
     out = torch.empty(num_rows, num_columns, dtype=dtype, device=x.device)
@@ -141,11 +141,11 @@ def linear(
             num_columns,
             depth,
             groups,
-            layout.stride,
+            packing.row_words,
             ROWS=rows,
             COLUMNS=columns,
-            GROUP=layout.group,
-            BITS=layout.bits,
+            GROUP=packing.rows.group,
+            BITS=packing.rows.bits,
             HAS_BIAS=bias is not None,
             OUT=DTYPES[out.dtype],
             num_warps=warps,

@@ -29,27 +29,27 @@ def _rms_norm(
     DTYPE: tl.constexpr,
 ):
     at = tl.arange(0, BLOCK)
-    held = at < width
+    mask = at < width
     place = tl.program_id(0).to(tl.int64) * width + at
-    values = widened(tl.load(x + place, mask=held, other=0.0))
+    values = widened(tl.load(x + place, mask=mask, other=0.0))
     if HAS_RESIDUAL:
-        values += widened(tl.load(residual + place, mask=held, other=0.0))
+        values += widened(tl.load(residual + place, mask=mask, other=0.0))
         both = rounded(values, DTYPE)
-        tl.store(summed + place, both, mask=held)
+        tl.store(summed + place, both, mask=mask)
         values = widened(both)
     mean = tl.sum(values * values, 0) / width
     normed = values * (1.0 / tl.sqrt_rn(mean + eps))
     if KIND != BARE:
-        factor = widened(tl.load(weight + at, mask=held, other=0.0))
+        factor = widened(tl.load(weight + at, mask=mask, other=0.0))
         if KIND == ONE_PLUS:
             factor += 1.0
         if KIND == ROUNDED:
             normed = widened(rounded(normed, DTYPE))
         normed = factor * normed
-    tl.store(out + place, rounded(normed, DTYPE), mask=held)
+    tl.store(out + place, rounded(normed, DTYPE), mask=mask)
 
 
-def served(x: Tensor, weight: Tensor | None) -> bool:
+def supports(x: Tensor, weight: Tensor | None) -> bool:
     """Return whether the kernel supports these dtypes."""
     return x.dtype in DTYPES and (weight is None or weight.dtype is x.dtype)
 
@@ -62,12 +62,12 @@ def rms_norm(
     *,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The norm over the last dimension of `x` `[..., N]`, as `verbatim.model.norms.formula` says it.
+    """Return the norm over the last dimension of `x` `[..., N]`, by `verbatim.model.norms.formula`.
 
-    With a `residual` of `x`'s shape, of the rounded sum of the two.
+    With a `residual` of `x`'s shape, the norm is that of their rounded sum.
 
     Returns:
-        The norm, and what it is of: `x` or that sum.
+        The norm, and its input: `x` or that sum.
     """
     x = x.contiguous()
     out, width = torch.empty_like(x), x.shape[-1]

@@ -1,8 +1,8 @@
 """Rounding and products, the same in a compiled kernel and under Triton's interpreter.
 
 The interpreter truncates where hardware rounds to bfloat16, multiplies the bit patterns of bfloat16
-matrices as if they were integers, and gives a row of a product other bits at another place. The helpers
-here step around that; compiled, they are the plain operations.
+matrices as if they were integers, and makes the bits of a product's row depend on its place. The helpers
+here avoid that; compiled, they are the plain operations.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from triton.language.extra import libdevice
 
 
 def _mend() -> None:
-    """Allow scalars of kernels as bounds of loops, and infinities without warnings; idempotent.
+    """Patch the interpreter to allow scalars as loop bounds, and infinities without warnings; idempotent.
 
-    The interpreter holds a scalar as an array of one element and asks `int` for its value, which numpy
+    The interpreter stores a scalar as an array of one element and calls `int` on it, which numpy
     refuses since 2.4.
     """
     from triton.runtime import interpreter
@@ -48,8 +48,8 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 if INTERPRETED.value:
     _mend()
 
-# A kernel's helper. The interpreter sets itself up anew at each call of a compiled function, which
-# takes longer than the function; it runs plain ones as well.
+# Decorator of a kernel's helper. The interpreter is set up anew at each call of a compiled function, which
+# takes longer than the function; it also runs plain functions.
 helper: Any = (lambda function: function) if INTERPRETED.value else triton.jit
 
 DTYPES = {
@@ -58,8 +58,8 @@ DTYPES = {
     torch.float16: tl.float16,
 }
 
-# A product and a sum stay two roundings: which of them a compiler fuses may differ between two
-# kernels that must agree in every bit.
+# Products and sums are rounded separately, because which of them a compiler fuses may differ between two
+# kernels that must be bit-identical.
 EXACT = {"enable_fp_fusion": False}
 
 
@@ -83,13 +83,13 @@ def rounded(x, dtype: tl.constexpr):
 
 @helper
 def exp(x):
-    """Return exp(x) of float32, as CUDA's `expf` has it, which torch uses."""
+    """Return exp(x) of float32 x with the bits of CUDA's `expf`, which torch uses."""
     return tl.exp(x) if INTERPRETED else libdevice.exp(x)
 
 
 @helper
 def product(a, b, total):
-    """Return `total + a @ b`, summed in float32; float32 factors are not cut to TF32."""
-    if INTERPRETED:  # numpy's product rounds a row by its place
+    """Return `total + a @ b`, summed in float32; float32 factors are not rounded to TF32."""
+    if INTERPRETED:  # the bits of a row of numpy's product depend on its place
         return total + tl.sum(widened(a)[:, :, None] * widened(b)[None, :, :], 1)
     return tl.dot(a, b, total, input_precision="ieee")

@@ -1,162 +1,155 @@
-"""Decoding of quantized matrices in registers, tile by tile, from the bytes that the CPU's kernels read.
+"""Dequantization of matrices in registers, tile by tile, from the bytes that the CPU's kernels read.
 
-`decode_tile` gives the bits of `model/quantize.py`'s `unpack` for every encoding: a number is
+`decode_tile` gives the bits of `quantization/matrix.py`'s `unpack` for every encoding: a number is
 `step * code + zero`, rounded to float32, then to the matrix' dtype.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from verbatim.kernels.packing import BLOCK, BLOCKS, TABLES, Encoding, WeightPacking
 from verbatim.kernels.triton.numbers import EXACT, helper, rounded
 
 _TILE = 128  # elements of a row that a program unpacks at once
 
 
-class MatrixLayout(NamedTuple):
-    """The layout of a quantized matrix `[num_columns, depth]`, or of a stack of them.
+def format_of(packing: WeightPacking, data: Tensor, tile: int) -> tuple[Any, ...]:
+    """Return the constants of a compiled kernel that `decode_tile` needs.
 
-    Attributes:
-        dtype: of the decoded matrix.
-        encoding, bits, group: name of the `Encoding`, bits of a code, elements that share a head.
-        block_bytes: bytes of a block of 256 elements; 0 for encodings without blocks.
-        stride: bytes of a row, or words of four bytes if it is interleaved.
-        interleaved: rows are in blocks of 32, word by word.
-        table: float32, numbers that codes stand for; None if the encoding needs none.
+    Args:
+        data: the bytes of the matrix.
+        tile: elements along K of a tile, a power of two.
+
+    Returns:
+        The elements of a row decoded with one head, group, bits, encoding, bytes of a block, whether it is
+        interleaved, the alignment of heads, and whether all groups are full.
     """
+    rows, block_bytes = packing.rows, BLOCKS.get(packing.rows.encoding, 0)
+    group = BLOCK if block_bytes else rows.group
+    if packing.interleaved:
+        places = [4]
+    else:
+        places = [block_bytes or rows.code_bytes(packing.depth), packing.row_bytes]
+    return (
+        16 if block_bytes else math.gcd(group, tile),
+        group,
+        rows.bits,
+        rows.encoding.name,
+        block_bytes,
+        packing.interleaved,
+        math.gcd(4, data.data_ptr(), *places),
+        packing.depth % group == 0,
+    )
 
-    num_columns: int
-    depth: int
-    dtype: torch.dtype
-    encoding: str
-    bits: int
-    group: int
-    block_bytes: int
-    stride: int
-    interleaved: bool
-    table: Tensor | None
 
-    def format(self, data: Tensor, tile: int) -> tuple[Any, ...]:
-        """Return what `decode_tile` needs as a constant of a compiled kernel.
+def stride_of(packing: WeightPacking) -> int:
+    """Return the bytes of a row, or its 4-byte words if it is interleaved."""
+    return packing.row_words if packing.interleaved else packing.row_bytes
 
-        Args:
-            tile: elements along K of a tile, a power of two.
 
-        Returns:
-            The elements of a row that are decoded with one head, group, bits, encoding, bytes of a block,
-            whether it is interleaved, the alignment of heads, and whether all groups are whole.
-        """
-        if self.interleaved:
-            places = [4]
-        else:
-            places = [self.block_bytes or (self.depth * self.bits + 7) // 8, self.stride]
-        return (
-            16 if self.block_bytes else math.gcd(self.group, tile),
-            self.group,
-            self.bits,
-            self.encoding,
-            self.block_bytes,
-            self.interleaved,
-            math.gcd(4, data.data_ptr(), *places),
-            self.depth % self.group == 0,
-        )
+@functools.cache
+def table_of(encoding: Encoding, device: torch.device) -> Tensor | None:
+    """Return the table of an encoding on a device, if it has one."""
+    return TABLES[encoding].to(device) if encoding in TABLES else None
 
 
 @helper
-def _byte(pointer, held):
-    return tl.load(pointer, mask=held, other=0).to(tl.int32)
+def _byte(pointer, mask):
+    return tl.load(pointer, mask=mask, other=0).to(tl.int32)
 
 
 @helper
 def _number(code, offset: tl.constexpr):
-    """Return codes from 0 to 255, less an integer, in float32: by their bits, as conversions are slow."""
+    """Return codes from 0 to 255, minus an integer, in float32: by their bits, as conversions are slow."""
     return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + offset)
 
 
 @helper
-def _two_bytes(pointer, held, ALIGN: tl.constexpr):
-    """Load a number of 16 bits, 0 to 65535."""
+def _two_bytes(pointer, mask, ALIGN: tl.constexpr):
+    """Load a 16-bit number, 0 to 65535."""
     if ALIGN >= 2:
         pair = pointer.to(tl.pointer_type(tl.uint16), bitcast=True)
-        found = tl.load(pair, mask=held, other=0).to(tl.int32)
+        found = tl.load(pair, mask=mask, other=0).to(tl.int32)
     else:
-        found = _byte(pointer, held) | _byte(pointer + 1, held) << 8
+        found = _byte(pointer, mask) | _byte(pointer + 1, mask) << 8
     return found
 
 
 @helper
-def _word(pointer, held, ALIGN: tl.constexpr):
+def _word(pointer, mask, ALIGN: tl.constexpr):
     """Load 32 bits."""
     if ALIGN == 4:
-        found = tl.load(pointer.to(tl.pointer_type(tl.int32), bitcast=True), mask=held, other=0)
+        found = tl.load(pointer.to(tl.pointer_type(tl.int32), bitcast=True), mask=mask, other=0)
     else:
-        found = _two_bytes(pointer, held, ALIGN) | _two_bytes(pointer + 2, held, ALIGN) << 16
+        found = _two_bytes(pointer, mask, ALIGN) | _two_bytes(pointer + 2, mask, ALIGN) << 16
     return found
 
 
 @helper
-def _float16(pointer, held, ALIGN: tl.constexpr):
-    bits = _two_bytes(pointer, held, ALIGN).to(tl.uint16)
+def _float16(pointer, mask, ALIGN: tl.constexpr):
+    bits = _two_bytes(pointer, mask, ALIGN).to(tl.uint16)
     return bits.to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @helper
-def _block_codes(block, j, at, held, ENCODING: tl.constexpr):
+def _block_codes(block, j, at, mask, ENCODING: tl.constexpr):
     """Return the codes of elements `j + at` of blocks, for `j` a multiple of 16 and `at` below 16."""
-    low = j % 32 + at  # of 32 bytes
+    low = j % 32 + at  # within 32 bytes
     if ENCODING == "Q4_K":
-        code = _byte(block + 16 + j // 64 * 32 + low, held) >> j // 32 % 2 * 4 & 15
+        code = _byte(block + 16 + j // 64 * 32 + low, mask) >> j // 32 % 2 * 4 & 15
     elif ENCODING == "Q5_K":
-        code = _byte(block + 48 + j // 64 * 32 + low, held) >> j // 32 % 2 * 4 & 15
-        code |= (_byte(block + 16 + low, held) >> j // 32 & 1) << 4
+        code = _byte(block + 48 + j // 64 * 32 + low, mask) >> j // 32 % 2 * 4 & 15
+        code |= (_byte(block + 16 + low, mask) >> j // 32 & 1) << 4
     elif ENCODING == "Q6_K":
-        code = _byte(block + j // 128 * 64 + j % 64 + at, held) >> j % 128 // 64 * 4 & 15
-        code |= (_byte(block + 128 + j // 128 * 32 + low, held) >> j % 128 // 32 * 2 & 3) << 4
+        code = _byte(block + j // 128 * 64 + j % 64 + at, mask) >> j % 128 // 64 * 4 & 15
+        code |= (_byte(block + 128 + j // 128 * 32 + low, mask) >> j % 128 // 32 * 2 & 3) << 4
     elif ENCODING == "Q3_K":
-        code = _byte(block + 32 + j // 128 * 32 + low, held) >> j % 128 // 32 * 2 & 3
-        code |= (_byte(block + low, held) >> j // 32 & 1) << 2
+        code = _byte(block + 32 + j // 128 * 32 + low, mask) >> j % 128 // 32 * 2 & 3
+        code |= (_byte(block + low, mask) >> j // 32 & 1) << 2
     elif ENCODING == "Q2_K":
-        code = _byte(block + 16 + j // 128 * 32 + low, held) >> j % 128 // 32 * 2 & 3
+        code = _byte(block + 16 + j // 128 * 32 + low, mask) >> j % 128 // 32 * 2 & 3
     else:
         tl.static_assert(ENCODING == "NVFP4")
-        code = _byte(block + 20 + j // 64 * 32 + low, held) >> j // 32 % 2 * 4 & 15
+        code = _byte(block + 20 + j // 64 * 32 + low, mask) >> j // 32 % 2 * 4 & 15
     return code
 
 
 @helper
-def _block_heads(block, table, j, held, ENCODING: tl.constexpr, ALIGN: tl.constexpr):
-    """Return step and zero of elements from `j` on of blocks, for `j` a multiple of 16."""
+def _block_heads(block, table, j, mask, ENCODING: tl.constexpr, ALIGN: tl.constexpr):
+    """Return step and zero of the elements of blocks from `j` on, for `j` a multiple of 16."""
     group = j // 16
     zero = tl.zeros_like(group).to(tl.float32)
     if ENCODING == "Q4_K" or ENCODING == "Q5_K":
         pair = j // 32
-        a = _byte(block + 4 + pair % 4, held)
-        b = _byte(block + 8 + pair % 4, held)
-        c = _byte(block + 12 + pair % 4, held)
+        a = _byte(block + 4 + pair % 4, mask)
+        b = _byte(block + 8 + pair % 4, mask)
+        c = _byte(block + 12 + pair % 4, mask)
         scale = tl.where(pair < 4, a & 63, (c & 15) | a >> 6 << 4)
         least = tl.where(pair < 4, b & 63, c >> 4 | b >> 6 << 4)
-        step = _float16(block, held, ALIGN) * scale.to(tl.float32)
-        zero = -(_float16(block + 2, held, ALIGN) * least.to(tl.float32))
+        step = _float16(block, mask, ALIGN) * scale.to(tl.float32)
+        zero = -(_float16(block + 2, mask, ALIGN) * least.to(tl.float32))
     elif ENCODING == "Q6_K":
-        scale = (_byte(block + 192 + group, held) ^ 128) - 128
-        step = _float16(block + 208, held, ALIGN) * scale.to(tl.float32)
+        scale = (_byte(block + 192 + group, mask) ^ 128) - 128
+        step = _float16(block + 208, mask, ALIGN) * scale.to(tl.float32)
     elif ENCODING == "Q3_K":
-        scale = _byte(block + 96 + group % 8, held) >> group // 8 * 4 & 15
-        scale |= (_byte(block + 104 + group % 4, held) >> group // 4 * 2 & 3) << 4
-        step = _float16(block + 108, held, ALIGN) * (scale - 32).to(tl.float32)
+        scale = _byte(block + 96 + group % 8, mask) >> group // 8 * 4 & 15
+        scale |= (_byte(block + 104 + group % 4, mask) >> group // 4 * 2 & 3) << 4
+        step = _float16(block + 108, mask, ALIGN) * (scale - 32).to(tl.float32)
     elif ENCODING == "Q2_K":
-        both = _byte(block + group, held)
-        step = _float16(block + 80, held, ALIGN) * (both & 15).to(tl.float32)
-        zero = -(_float16(block + 82, held, ALIGN) * (both >> 4).to(tl.float32))
+        both = _byte(block + group, mask)
+        step = _float16(block + 80, mask, ALIGN) * (both & 15).to(tl.float32)
+        zero = -(_float16(block + 82, mask, ALIGN) * (both >> 4).to(tl.float32))
     else:
-        factor = _word(block, held, ALIGN).to(tl.float32, bitcast=True)
-        step = tl.load(table + 16 + _byte(block + 4 + group, held)) * factor
+        factor = _word(block, mask, ALIGN).to(tl.float32, bitcast=True)
+        step = tl.load(table + 16 + _byte(block + 4 + group, mask)) * factor
     return step, zero
 
 
@@ -166,7 +159,7 @@ def _group_codes(
     first,
     at,
     depth,
-    held,
+    mask,
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
@@ -178,36 +171,36 @@ def _group_codes(
     if INTERLEAVED:
         per_word = 32 // BITS
         word = first // GROUP * (1 + GROUP // per_word) + 1 + inside // per_word
-        code = _byte(row + word * 128 + inside % 4, held)
+        code = _byte(row + word * 128 + inside % 4, mask)
         if BITS == 4:
             code = code >> inside // 4 % 2 * 4 & 15
     elif BITS == 8:
-        code = _byte(row + first + at, held)
+        code = _byte(row + first + at, mask)
     else:
         half = GROUP // 2
         if not WHOLE:  # the last group is short
             half = (tl.minimum(GROUP, depth - first // GROUP * GROUP) + 1) // 2
-        code = _byte(row + first // GROUP * (GROUP // 2) + inside % half, held)
+        code = _byte(row + first // GROUP * (GROUP // 2) + inside % half, mask)
         code = code >> inside // half * 4 & 15
     return code
 
 
 @helper
-def _group_head(row, first, depth, held, GROUP, BITS, ENCODING, INTERLEAVED, ALIGN):
-    """Return the bits of the heads of the groups of elements `first`."""
+def _group_head(row, first, depth, mask, GROUP, BITS, ENCODING, INTERLEAVED, ALIGN):
+    """Return the bits of the heads of the groups that contain elements `first`."""
     group = first // GROUP
     if INTERLEAVED:
-        head = _word(row + group * (1 + GROUP * BITS // 32) * 128, held, ALIGN)
+        head = _word(row + group * (1 + GROUP * BITS // 32) * 128, mask, ALIGN)
     elif ENCODING == "HALF" or ENCODING == "MXFP4":
-        head = _two_bytes(row + (depth * BITS + 7) // 8 + group * 2, held, ALIGN)
+        head = _two_bytes(row + (depth * BITS + 7) // 8 + group * 2, mask, ALIGN)
     else:
-        head = _word(row + (depth * BITS + 7) // 8 + group * 4, held, ALIGN)
+        head = _word(row + (depth * BITS + 7) // 8 + group * 4, mask, ALIGN)
     return head
 
 
 @helper
 def _rows_at(data, column, stride, INTERLEAVED: tl.constexpr):
-    """Return the addresses of the first byte of rows `column` of the matrix."""
+    """Return the address of the first byte of each row `column` of the matrix."""
     column = column.to(tl.int64)
     if INTERLEAVED:
         row = data + column // 32 * stride * 128 + column % 32 * 4
@@ -227,11 +220,11 @@ def decode_tile(
     DEPTH: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """Return elements `start` to `start + DEPTH` of some columns: `[DEPTH, C]`, 0 outside.
+    """Return elements `start` to `start + DEPTH` of some columns, dequantized: `[DEPTH, C]`, 0 outside.
 
     Args:
-        columns: their numbers `[C]`, how many the matrix has, and the stride of its layout.
-        depth: of the matrix.
+        columns: (column numbers `[C]`, number of columns of the matrix, stride of its layout).
+        depth: depth of the matrix.
     """
     column, num_columns, stride = columns
     SPAN: tl.constexpr = FORMAT[0]
@@ -244,14 +237,14 @@ def decode_tile(
     WHOLE: tl.constexpr = FORMAT[7]
     first = start + tl.arange(0, DEPTH // SPAN)[:, None, None] * SPAN
     at = tl.arange(0, SPAN)[None, :, None]
-    held_head = (first < depth) & (column < num_columns)[None, None, :]
-    held = held_head if WHOLE else held_head & (first + at < depth)
+    head_mask = (first < depth) & (column < num_columns)[None, None, :]
+    mask = head_mask if WHOLE else head_mask & (first + at < depth)
     row = _rows_at(data, column, stride, INTERLEAVED)[None, None, :]
     has_zero = True
     if BLOCK_BYTES > 0:
         block = row + first // 256 * BLOCK_BYTES
-        step, zero = _block_heads(block, table, first % 256, held_head, ENCODING, ALIGN)
-        code = _block_codes(block, first % 256, at, held, ENCODING)
+        step, zero = _block_heads(block, table, first % 256, head_mask, ENCODING, ALIGN)
+        code = _block_codes(block, first % 256, at, mask, ENCODING)
         has_zero = ENCODING != "NVFP4"
         if ENCODING == "NVFP4":
             number = tl.load(table + code)
@@ -262,8 +255,8 @@ def decode_tile(
         else:
             number = _number(code, 0)
     else:
-        head = _group_head(row, first, depth, held_head, GROUP, BITS, ENCODING, INTERLEAVED, ALIGN)
-        code = _group_codes(row, first, at, depth, held, SPAN, GROUP, BITS, INTERLEAVED, WHOLE)
+        head = _group_head(row, first, depth, head_mask, GROUP, BITS, ENCODING, INTERLEAVED, ALIGN)
+        code = _group_codes(row, first, at, depth, mask, SPAN, GROUP, BITS, INTERLEAVED, WHOLE)
         zero = 0.0
         if ENCODING == "AFFINE" or ENCODING == "CENTERED":
             step = (head << 16).to(tl.float32, bitcast=True)
@@ -285,10 +278,10 @@ def decode_tile(
                 step = (head << 16).to(tl.float32, bitcast=True)
             else:
                 step = head.to(tl.float32, bitcast=True)
-    # The product is exact where `zero` is not 0, so there is one rounding either way.
+    # The product is exact if `zero` is not 0, so there is one rounding either way.
     value = tl.fma(step, number, zero) if has_zero else step * number
     if not WHOLE:
-        value = tl.where(held, value, 0.0)
+        value = tl.where(mask, value, 0.0)
     return tl.reshape(rounded(value, DTYPE), DEPTH, column.shape[0])
 
 
@@ -312,20 +305,21 @@ def _unpack(
     tl.store(out + place.to(tl.int64)[None, :] * depth + k, tile, mask=k < depth)
 
 
-def unpack(data: Tensor, layout: MatrixLayout, rows: Tensor) -> Tensor:
-    """Decode the rows `rows` `[n]` of a quantized matrix on their GPU: `[n, depth]`."""
-    out = torch.empty(len(rows), layout.depth, dtype=layout.dtype, device=data.device)
+def unpack(data: Tensor, packing: WeightPacking, rows: Tensor) -> Tensor:
+    """Dequantize the rows `rows` `[n]` of a quantized matrix on their GPU: `[n, depth]`."""
+    out = torch.empty(len(rows), packing.depth, dtype=packing.dtype, device=data.device)
     if out.numel():
-        _unpack[(len(rows), triton.cdiv(layout.depth, _TILE))](
+        table = table_of(packing.rows.encoding, data.device)
+        _unpack[(len(rows), triton.cdiv(packing.depth, _TILE))](
             out,
             data,
-            data if layout.table is None else layout.table,
+            data if table is None else table,
             rows,
-            layout.num_columns,
-            layout.depth,
-            layout.stride,
+            packing.width,
+            packing.depth,
+            stride_of(packing),
             DEPTH=_TILE,
-            FORMAT=layout.format(data, _TILE),
+            FORMAT=format_of(packing, data, _TILE),
             **EXACT,
         )
     return out

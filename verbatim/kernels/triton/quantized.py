@@ -1,4 +1,4 @@
-"""Quantized K and V in kernels: the same bytes as `kernels/packed_rows.py`, which describes the format."""
+"""Quantized K and V in kernels, in the format that `quantization/rows.py` describes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from verbatim.kernels.triton.numbers import helper, rounded, widened
 
 @helper
 def elements_of(group, WIDTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):
-    """Return the elements `[U, GROUP]` of a row's groups `[U]` in the order of their codes; `WIDTH` for none.
+    """Return the elements `[U, GROUP]` of a row's groups `[U]` in the order of their codes; else `WIDTH`.
 
-    At 4 bits the two elements of a byte are neighbours.
+    At 4 bits the two elements of a byte are adjacent.
     """
     i = tl.arange(0, GROUP)[None, :]
     first = group[:, None] * GROUP
@@ -23,7 +23,7 @@ def elements_of(group, WIDTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.conste
 
 
 @helper
-def _away(x):
+def _round_away(x):
     """Round `x` away from zero to a bf16, in float32."""
     return (x.to(tl.int32, bitcast=True) + 0xFFFF & -0x10000).to(tl.float32, bitcast=True)
 
@@ -34,31 +34,31 @@ def store_groups(
     row,
     group,
     x,
-    held,
+    mask,
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Quantize groups `x` `[U, GROUP]`, ordered as `elements_of` says, and store them in rows `[U]`.
+    """Quantize groups `x` `[U, GROUP]`, in the order of `elements_of`, and store them in rows `[U]`.
 
     Args:
-        held: the elements that there are.
+        mask: which of the elements exist.
     """
     levels: tl.constexpr = 2**BITS - 1
     x = widened(x)
-    low = tl.min(tl.where(held, x, float("inf")), 1) + 0.0  # -0 becomes 0
-    high = tl.max(tl.where(held, x, float("-inf")), 1)
-    nans = tl.sum((held & (x != x)).to(tl.int32), 1)
+    low = tl.min(tl.where(mask, x, float("inf")), 1) + 0.0  # -0 becomes 0
+    high = tl.max(tl.where(mask, x, float("-inf")), 1)
+    nans = tl.sum((mask & (x != x)).to(tl.int32), 1)
     truncated = (low.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
-    low = tl.where(low < 0, _away(low), truncated)
+    low = tl.where(low < 0, _round_away(low), truncated)
     step = tl.div_rn(high - low, tl.full(low.shape, levels, tl.float32)) + 0.0
     finite = (tl.abs(step) < float("inf")) & (nans == 0)
-    scale = _away(step)
+    scale = _round_away(step)
     used = finite & (scale > 0)
     divisor = tl.broadcast_to(tl.where(used, scale, 1.0)[:, None], x.shape)
     steps = tl.div_rn(x - low[:, None], divisor)
     code = (steps + 12582912.0) - 12582912.0  # 1.5 * 2**23: the nearest integer, ties to even
-    code = tl.where(used[:, None] & held, tl.minimum(code, levels), 0.0).to(tl.int32)
+    code = tl.where(used[:, None] & mask, tl.minimum(code, levels), 0.0).to(tl.int32)
     head = low.to(tl.int32, bitcast=True) | (scale.to(tl.int32, bitcast=True) >> 16)
     head = tl.where(finite, head, 0x7FC07FC0)  # two NaN
 
@@ -68,7 +68,7 @@ def store_groups(
     if BITS == 4:
         pairs = tl.reshape(code, [code.shape[0], size, 2])
         code = tl.sum(pairs << 4 * tl.arange(0, 2)[None, None, :], 2)
-    there = tl.max(held.to(tl.int32), 1)[:, None] > 0
+    there = tl.max(mask.to(tl.int32), 1)[:, None] > 0
     start = store + row[:, None] * row_bytes
     at = group[:, None] * size + tl.arange(0, size)[None, :]
     tl.store(start + at, code.to(tl.uint8), mask=there & (at < code_bytes))
@@ -81,7 +81,7 @@ def store_groups(
 def load_rows(
     store,
     row,
-    held,
+    mask,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -93,11 +93,11 @@ def load_rows(
 
     Args:
         GROUP: elements per scale, at most `BLOCK`.
-        BITS: of the store's codes; 0: it holds floats.
+        BITS: bits per code; 0: the store holds floats.
     """
     if BITS == 0:
         at = tl.arange(0, BLOCK)[None, :]
-        x = tl.load(store + row[:, None] * WIDTH + at, held[:, None] & (at < WIDTH), other=0.0)
+        x = tl.load(store + row[:, None] * WIDTH + at, mask[:, None] & (at < WIDTH), other=0.0)
         if x.dtype != COMPUTE:
             x = widened(x)
     else:
@@ -115,12 +115,12 @@ def load_rows(
                 half = (tl.maximum(tl.minimum(WIDTH - group * GROUP, GROUP), 1) + 1) // 2
             byte = i % half
         at = group * (GROUP * BITS // 8) + byte
-        there = held[:, None, None] & (group * GROUP + i < WIDTH)[None, :, :]
+        there = mask[:, None, None] & (group * GROUP + i < WIDTH)[None, :, :]
         code = tl.load(start + at[None, :, :], there, other=0).to(tl.int32)
         if BITS == 4:
             code = (code >> (i // half * 4)[None, :, :]) & 15
         part = tl.arange(0, 4)[None, None, :]
-        there = held[:, None, None] & (group * GROUP < WIDTH)[None, :, :]
+        there = mask[:, None, None] & (group * GROUP < WIDTH)[None, :, :]
         head = tl.load(start + code_bytes + group[None, :, :] * 4 + part, there, other=0)
         bits = tl.sum(head.to(tl.int32) << 8 * part, 2)[:, :, None]
         scale = (bits << 16).to(tl.float32, bitcast=True)

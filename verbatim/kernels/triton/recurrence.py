@@ -1,7 +1,7 @@
 """Recurrent operations over flat rows of many sequences: causal convolution and linear recurrences.
 
-`verbatim.kv.recurrence` says what the arguments are, and has the plain references. A row is computed from
-the state before it and from itself, by one compiled kernel whose tiles depend on the model's shapes alone.
+`verbatim.kv.recurrence` describes the arguments, and has the plain references. A row is computed from the
+state before it and from itself, by one compiled kernel with tiles that depend on the model's shapes alone.
 So its bits depend neither on the chunks of its sequence nor on the batch.
 """
 
@@ -14,26 +14,26 @@ from torch import Tensor
 
 from verbatim.kernels.triton.numbers import DTYPES, EXACT, helper, widened
 
-# As `verbatim.kv.states.StateRows`: query starts, sources, rows, targets.
+# Fields of `verbatim.kv.states.StateRows`: query starts, sources, rows, targets.
 Rows = tuple[Tensor, Tensor, Tensor, Tensor]
-CHANNELS = 256  # of a convolution, in one program
-NUMBERS = 1024  # of a state, in one program: 32 registers of each thread of a warp
-_SEARCHED = tl.constexpr(128)  # numbers that a search loads at once
+CHANNELS = 256  # of a convolution, per program
+NUMBERS = 1024  # of a state, per program: 32 registers of each thread of a warp
+_SEARCH_WIDTH = tl.constexpr(128)  # numbers loaded at once by a search
 
 
-def served(x: Tensor) -> bool:
+def supports(x: Tensor) -> bool:
     """Return whether the kernels support this dtype."""
     return x.dtype in DTYPES
 
 
 @helper
 def _count_below(values, size, bound):
-    """The number of the ascending `values[:size]` that are below `bound`."""
-    count = tl.zeros([_SEARCHED], tl.int32)
-    for start in range(0, size, _SEARCHED):
-        at = start + tl.arange(0, _SEARCHED)
-        held = at < size
-        count += (held & (tl.load(values + at, mask=held, other=0) < bound)).to(tl.int32)
+    """Return how many of the ascending `values[:size]` are below `bound`."""
+    count = tl.zeros([_SEARCH_WIDTH], tl.int32)
+    for start in range(0, size, _SEARCH_WIDTH):
+        at = start + tl.arange(0, _SEARCH_WIDTH)
+        mask = at < size
+        count += (mask & (tl.load(values + at, mask=mask, other=0) < bound)).to(tl.int32)
     return tl.sum(count, 0)
 
 
@@ -58,7 +58,7 @@ def _causal_conv(
     """Convolve one row of some channels; inputs before the first row of its sequence are in the state."""
     row = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    held = channel < channels
+    mask = channel < channels
     sequence = _count_below(starts + 1, num_sequences, row + 1)
     before = row - tl.load(starts + sequence)
     slot_size = tl.full([], TAPS - 1, tl.int64) * channels
@@ -69,8 +69,8 @@ def _causal_conv(
     place = row.to(tl.int64) * channels + channel
     total = tl.zeros([CHANNELS], tl.float32)
     if HAS_BIAS:
-        total += widened(tl.load(bias + channel, mask=held, other=0.0))
-    # Conditions on rows as numbers of channels: Triton 3.9's interpreter takes no broadcast scalar as a mask.
+        total += widened(tl.load(bias + channel, mask=mask, other=0.0))
+    # Masks compare channels with a number, as Triton 3.9's interpreter does not broadcast a scalar mask.
     kept = channel < tl.where(written, channels, 0)
     for tap in tl.static_range(TAPS):
         past = before + tap < TAPS - 1
@@ -78,15 +78,15 @@ def _causal_conv(
         new = tl.load(x + place + (tap - TAPS + 1) * channels, mask=channel < from_x, other=0.0)
         old = tl.load(source + (before + tap) * channels, mask=channel < from_state, other=0.0)
         value = tl.where(past, old, new)
-        factor = tl.load(weight + channel * TAPS + tap, mask=held, other=0.0)
+        factor = tl.load(weight + channel * TAPS + tap, mask=mask, other=0.0)
         total += widened(value) * widened(factor)
         if tap > 0:
             tl.store(target + (tap - 1) * channels, value, mask=kept)
-    tl.store(out + place, total, mask=held)
+    tl.store(out + place, total, mask=mask)
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, at: Rows) -> Tensor:
-    """Compute `verbatim.kv.recurrence.causal_conv`; `served(x)` must hold."""
+    """Compute `verbatim.kv.recurrence.causal_conv`; `supports(x)` must hold."""
     num_tokens, channels = x.shape
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if num_tokens:
@@ -110,8 +110,8 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, a
     return out
 
 
-# Operands of one row may be aligned otherwise than those of many, and the compiler chooses the layout of a
-# sum by that.
+# The operands of a single row may be aligned differently from those of many rows, and the compiler chooses
+# the layout of a sum by alignment.
 @triton.jit(
     do_not_specialize=["num_writes"],
     do_not_specialize_on_alignment=["out", "q", "k", "v", "decay", "beta"],
@@ -139,50 +139,50 @@ def _linear_recurrence(
     COLUMNS: tl.constexpr,
     TILE_HEADS: tl.constexpr,
 ):
-    """Run all rows of one sequence, for some of the columns of all heads with one key head.
+    """Run all rows of one sequence, for some columns of the heads that share one key head.
 
-    A head of Mamba has one column, and a tile many heads; elsewhere a tile is a part of one head.
+    In Mamba a head has one column, and a tile has many heads; otherwise a tile is a part of one head.
     """
     sequence, key_head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     depth = tl.arange(0, DEPTH_BLOCK)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
-    held_depth, held_column = depth < DEPTH, column < GROUP * WIDTH
+    depth_mask, column_mask = depth < DEPTH, column < GROUP * WIDTH
     # The head of each column, or of all of them.
     own_column = tile * COLUMNS + tl.arange(0, TILE_HEADS)
-    own_head, held_head = own_column // WIDTH, own_column < GROUP * WIDTH
-    held_state = held_depth[:, None] & held_column[None, :]
+    own_head, head_mask = own_column // WIDTH, own_column < GROUP * WIDTH
+    state_mask = depth_mask[:, None] & column_mask[None, :]
     head = key_head * GROUP + column // WIDTH
     at_state = (head * DEPTH * WIDTH + column % WIDTH)[None, :] + (depth * WIDTH)[:, None]
     slot_size = tl.full([], KEY_HEADS * GROUP * DEPTH * WIDTH, tl.int64)
     source = tl.load(sources + sequence) * slot_size
-    s = tl.load(state + source + at_state, mask=held_state, other=0.0)
+    s = tl.load(state + source + at_state, mask=state_mask, other=0.0)
     begin = tl.load(starts + sequence).to(tl.int64)
     end = tl.load(starts + sequence + 1).to(tl.int64)
     write = _count_below(rows, num_writes, begin)
     for row in range(begin, end):
         at_head = row * KEY_HEADS + key_head
-        keys = tl.load(k + at_head * DEPTH + depth, mask=held_depth, other=0.0)
-        queries = tl.load(q + at_head * DEPTH + depth, mask=held_depth, other=0.0)
-        value = tl.load(v + at_head * GROUP * WIDTH + column, mask=held_column, other=0.0)
+        keys = tl.load(k + at_head * DEPTH + depth, mask=depth_mask, other=0.0)
+        queries = tl.load(q + at_head * DEPTH + depth, mask=depth_mask, other=0.0)
+        value = tl.load(v + at_head * GROUP * WIDTH + column, mask=column_mask, other=0.0)
         own = at_head * GROUP + own_head
         if DECAY_BY_ROW:
             factor = tl.load(
                 decay + (own * DEPTH)[None, :] + depth[:, None],
-                mask=held_depth[:, None] & held_head[None, :],
+                mask=depth_mask[:, None] & head_mask[None, :],
                 other=0.0,
             )
         else:
-            factor = tl.load(decay + own, mask=held_head, other=0.0)[None, :]
+            factor = tl.load(decay + own, mask=head_mask, other=0.0)[None, :]
         s = s * factor
         if DELTA:
-            rate = tl.load(beta + own, mask=held_head, other=0.0)
+            rate = tl.load(beta + own, mask=head_mask, other=0.0)
             value = (value - tl.sum(s * keys[:, None], 0)) * rate
         s = s + keys[:, None] * value[None, :]
         read = tl.sum(s * queries[:, None], 0)
-        tl.store(out + at_head * GROUP * WIDTH + column, read, mask=held_column)
+        tl.store(out + at_head * GROUP * WIDTH + column, read, mask=column_mask)
         if tl.load(rows + write, mask=write < num_writes, other=-1) == row:
             target = tl.load(targets + write) * slot_size
-            tl.store(state + target + at_state, s, mask=held_state)
+            tl.store(state + target + at_state, s, mask=state_mask)
             write += 1
 
 

@@ -1,7 +1,7 @@
-"""Rotary embeddings and the writing of K and V in one kernel, one program per token.
+"""Rotary embeddings and the write of K and V in one kernel, one program per token.
 
 As in transformers, `x * cos + rotate_half(x) * sin` with every product and the sum rounded to the
-dtype, so that the bits are those of a layer that runs module by module.
+dtype, so the bits are those of a layer that runs module by module.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verbatim.kernels.options import Packing
+from verbatim.kernels.packing import Packing
 from verbatim.kernels.triton.numbers import DTYPES, EXACT, helper, rounded, widened
 from verbatim.kernels.triton.quantized import elements_of, store_groups
 
 
 @helper
-def _turned(x, pointer, at, held, cos, sin, WIDTH: tl.constexpr, ROTATED: tl.constexpr):
-    """The heads whose values `x` stand at `pointer + at`; the first `ROTATED` of `WIDTH` turn."""
+def _rotate(x, pointer, at, mask, cos, sin, WIDTH: tl.constexpr, ROTATED: tl.constexpr):
+    """Rotate heads with the values `x` at `pointer + at`, in the first `ROTATED` of `WIDTH` dimensions."""
     half: tl.constexpr = ROTATED // 2
     place = at % WIDTH
     other = tl.where(place < half, at + half, at - half)
-    beside = tl.load(pointer + other, mask=held & (place < ROTATED), other=0.0)
-    beside = tl.where(place < half, -widened(beside), widened(beside))
+    rotated_half = tl.load(pointer + other, mask=mask & (place < ROTATED), other=0.0)
+    rotated_half = tl.where(place < half, -widened(rotated_half), widened(rotated_half))
     left = rounded(widened(x) * widened(cos), x.dtype)
-    right = rounded(beside * widened(sin), x.dtype)
+    right = rounded(rotated_half * widened(sin), x.dtype)
     return tl.where(place < ROTATED, rounded(widened(left) + widened(right), x.dtype), x)
 
 
@@ -37,15 +37,15 @@ def _groups(
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Return where the elements `[UNITS, GROUP]` of a token's heads stand, which there are, and the head and
-    the group within it `[UNITS]`.
+    """Return the offsets `[UNITS, GROUP]` of the elements of a token's heads, which of them exist, and the
+    head and the group within it `[UNITS]`.
     """
     groups: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     unit = tl.arange(0, UNITS)
     head, group = unit // groups, unit % groups
     element = elements_of(group, WIDTH, GROUP, BITS)
-    held = (head < HEADS)[:, None] & (element < WIDTH)
-    return head[:, None] * WIDTH + element, held, head, group
+    mask = (head < HEADS)[:, None] & (element < WIDTH)
+    return head[:, None] * WIDTH + element, mask, head, group
 
 
 @helper
@@ -53,7 +53,7 @@ def _write(
     store,
     x,
     at,
-    held,
+    mask,
     row,
     group,
     WIDTH: tl.constexpr,
@@ -61,11 +61,11 @@ def _write(
     BITS: tl.constexpr,
     STORE: tl.constexpr,
 ):
-    """Write elements that `_groups` names to rows `[UNITS]` of a store, quantized if it has `BITS`."""
+    """Write elements, at offsets from `_groups`, to rows `[UNITS]` of a store, quantized if it has `BITS`."""
     if BITS == 0:
-        tl.store(store + row[:, None] * WIDTH + at % WIDTH, rounded(widened(x), STORE), mask=held)
+        tl.store(store + row[:, None] * WIDTH + at % WIDTH, rounded(widened(x), STORE), mask=mask)
     else:
-        store_groups(store, row, group, x, held, WIDTH, GROUP, BITS)
+        store_groups(store, row, group, x, mask, WIDTH, GROUP, BITS)
 
 
 @triton.jit
@@ -102,34 +102,34 @@ def _rope_and_write(
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     angles = token * angle_stride
 
-    at, held, head, group = _groups(KV_HEADS, KEY, K_UNITS, K_GROUP, BITS)
-    keys = tl.load(k + token * k_stride + at, mask=held, other=0.0)
+    at, mask, head, group = _groups(KV_HEADS, KEY, K_UNITS, K_GROUP, BITS)
+    keys = tl.load(k + token * k_stride + at, mask=mask, other=0.0)
     if ROTATED > 0:
-        angle = held & (at % KEY < ROTATED)
+        angle = mask & (at % KEY < ROTATED)
         c = tl.load(cos + angles + at % KEY, mask=angle, other=1.0)
         s = tl.load(sin + angles + at % KEY, mask=angle, other=0.0)
-        keys = _turned(keys, k + token * k_stride, at, held, c, s, KEY, ROTATED)
+        keys = _rotate(keys, k + token * k_stride, at, mask, c, s, KEY, ROTATED)
     row = (block * KV_HEADS + head) * BLOCK_SIZE + offset
-    _write(k_store, keys, at, held, row, group, KEY, K_GROUP, BITS, STORE)
+    _write(k_store, keys, at, mask, row, group, KEY, K_GROUP, BITS, STORE)
 
     if VALUE > 0:  # the keys of an indexer have no values
-        at, held, head, group = _groups(KV_HEADS, VALUE, V_UNITS, V_GROUP, BITS)
-        values = tl.load(v + token * v_stride + at, mask=held, other=0.0)
+        at, mask, head, group = _groups(KV_HEADS, VALUE, V_UNITS, V_GROUP, BITS)
+        values = tl.load(v + token * v_stride + at, mask=mask, other=0.0)
         row = (block * KV_HEADS + head) * BLOCK_SIZE + offset
-        _write(v_store, values, at, held, row, group, VALUE, V_GROUP, BITS, STORE)
+        _write(v_store, values, at, mask, row, group, VALUE, V_GROUP, BITS, STORE)
 
     if ROTATED > 0:
         at = tl.arange(0, Q_BLOCK)
-        held = at < HEADS * KEY
-        queries = tl.load(q + token * q_stride + at, mask=held, other=0.0)
-        angle = held & (at % KEY < ROTATED)
+        mask = at < HEADS * KEY
+        queries = tl.load(q + token * q_stride + at, mask=mask, other=0.0)
+        angle = mask & (at % KEY < ROTATED)
         c = tl.load(cos + angles + at % KEY, mask=angle, other=1.0)
         s = tl.load(sin + angles + at % KEY, mask=angle, other=0.0)
-        queries = _turned(queries, q + token * q_stride, at, held, c, s, KEY, ROTATED)
-        tl.store(q_out + token * HEADS * KEY + at, queries, mask=held)
+        queries = _rotate(queries, q + token * q_stride, at, mask, c, s, KEY, ROTATED)
+        tl.store(q_out + token * HEADS * KEY + at, queries, mask=mask)
 
 
-def served(k: Tensor, v: Tensor, k_store: Tensor, packing: Packing | None = None) -> bool:
+def supports(k: Tensor, v: Tensor, k_store: Tensor, packing: Packing | None = None) -> bool:
     """Return whether the kernel supports these dtypes."""
     stored = packing is not None or k_store.dtype in DTYPES
     return k.dtype in DTYPES and v.dtype is k.dtype and stored
@@ -155,13 +155,13 @@ def rope_and_write(
 
     Args:
         cos, sin: `[T, R]` in the dtype of `q`, the second half a repetition of the first; the first R of
-            a head's D values turn. None turns nothing.
-        k_store, v_store: `[blocks, Hkv, block_size, D]`, of any served dtype.
+            a head's D values are rotated. None: no rotation.
+        k_store, v_store: `[blocks, Hkv, block_size, D]`, of any supported dtype.
         slots: `[T]` int64.
         packing: the stores hold uint8 rows of this format, `[blocks, Hkv, block_size, row_bytes]`.
 
     Returns:
-        The rotated `q`, or `q` itself where nothing turns.
+        The rotated `q`, or `q` itself without a rotation.
     """
     num_tokens, kv_heads, key_size = k.shape
     value_size, heads = v.shape[2], q.shape[1]
@@ -223,14 +223,14 @@ def write_kv(
     slots: Tensor,
     packing: Packing | None = None,
 ) -> None:
-    """Compute `verbatim.kv.attention.write_kv` for tensors on one GPU; `served` must hold."""
+    """Compute `verbatim.kv.attention.write_kv` for tensors on one GPU; `supports` must hold."""
     rope_and_write(k, k, v, None, None, k_store, v_store, slots, packing)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The plain reference: `x` `[T, H, D]` rotated by angles `[T, R]`."""
+    """Return `x` `[T, H, D]` rotated by `cos` and `sin` `[T, R]`: the plain reference."""
     width = cos.shape[1]
     turning, rest = x[..., :width], x[..., width:]
     half = width // 2
-    beside = torch.cat([-turning[..., half:], turning[..., :half]], -1)
-    return torch.cat([turning * cos[:, None] + beside * sin[:, None], rest], -1)
+    rotated_half = torch.cat([-turning[..., half:], turning[..., :half]], -1)
+    return torch.cat([turning * cos[:, None] + rotated_half * sin[:, None], rest], -1)

@@ -1,10 +1,10 @@
 """Draws on a GPU: noise and argmax for rows without filters, and the masses of their log-probs.
 
-The numbers are those of `verbatim.sampling` bit for bit, so that it does not show in a result which rows
-were drawn where: the noise is the same function of (seed, sample index, position, id), divisions and
-double precision sums are IEEE's and in the same order. A logarithm alone may differ from the C library's
-in its last place. Where that could turn the rounding of the winner's noise, the row is handed back
-undrawn, for the CPU to draw; that happens once in some hundred thousand rows.
+The results are bit-identical to those of `verbatim.sampling`, wherever a row was drawn: the noise is the same
+function of (seed, sample index, position, id), and divisions and double precision sums follow IEEE, in the
+same order. Only a logarithm may differ from the C library's, in its last place. If that could affect the
+rounding of the winner's noise, the row is returned undrawn, for the CPU to draw; that happens once in some
+hundred thousand rows.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch import Tensor
 from verbatim.kernels.options import EXP_COEFFICIENTS, NUM_LANES
 from verbatim.kernels.triton.numbers import DTYPES, EXACT, helper, widened
 
-GROUPS = 256  # of four ids, in one program's tile
+GROUPS = 256  # of four ids, per tile
 BLOCK = 4 * GROUPS
 LANES = tl.constexpr(NUM_LANES)
-_UNROLLED = tl.constexpr(32)  # additions of lanes between two waits
-_KINDS = tl.constexpr(2)  # of masses of a row: at temperature 1, and at its own
-_STAGES = 5  # loads of so many are on their way
-_WIDTH = tl.constexpr(10)  # numbers found of a row
-_SCRATCH = 2**24  # masses of rows that are drawn at once, 128 MB
+_UNROLLED = tl.constexpr(32)  # additions of lanes between two waits for loads
+_KINDS = tl.constexpr(2)  # masses per row: at temperature 1, and at its own temperature
+_STAGES = 5  # loads in flight
+_WIDTH = tl.constexpr(10)  # numbers returned per row
+_SCRATCH = 2**24  # masses of the rows that are drawn at once, 128 MB
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 _C0, _C1, _C2, _C3, _C4, _C5 = map(tl.constexpr, EXP_COEFFICIENTS)
-SLACK = 2.0**-50  # of a noise in float64, as `verbatim.sampling.noise` has it
-_ROUNDER = tl.constexpr(1.5 * 2**52)  # added and taken away, it leaves the nearest whole number
+SLACK = 2.0**-50  # error bound of a noise in float64, as in `verbatim.sampling.noise`
+_ROUNDER = tl.constexpr(1.5 * 2**52)  # adding and subtracting it rounds to the nearest integer
 
 
 @helper
 def _philox(group, position, sample_index, seed):
-    """The four words of each group of ids; all are uint64 that hold 32 bits, but for the seed."""
+    """Return the four words of each group of ids; all are uint64 with 32 bits, except for the seed."""
     c0, c1 = group, tl.full(group.shape, 0, tl.uint64) + position
     c2, c3 = tl.full(group.shape, 0, tl.uint64) + sample_index, tl.full(group.shape, 0, tl.uint64)
     k0, k1 = seed & 0xFFFFFFFF, seed >> 32
@@ -53,9 +53,9 @@ def _philox(group, position, sample_index, seed):
 
 @helper
 def _scores(logits, ids, size, word, temperature, is_greedy, SLACK: tl.constexpr):
-    """The lowest and the highest number that the score of each id can be, in float32."""
-    held = ids < size
-    value = widened(tl.load(logits + ids, mask=held, other=float("-inf")))
+    """Return the lowest and highest possible score of each id, in float32."""
+    mask = ids < size
+    value = widened(tl.load(logits + ids, mask=mask, other=float("-inf")))
     # 1 - u has 33 bits, so this is log1p(-u) of the exact u.
     rest = (4294967295.5 - word.to(tl.float64)) * 2.3283064365386963e-10
     noise = -tl.log(-tl.log(rest))
@@ -63,12 +63,12 @@ def _scores(logits, ids, size, word, temperature, is_greedy, SLACK: tl.constexpr
     warped = tl.div_rn(value, tl.full(value.shape, 0.0, tl.float32) + temperature)
     low = tl.where(is_greedy, value, warped + (noise - slack).to(tl.float32))
     high = tl.where(is_greedy, value, warped + (noise + slack).to(tl.float32))
-    return tl.where(held, low, float("-inf")), tl.where(held, high, float("-inf"))
+    return tl.where(mask, low, float("-inf")), tl.where(mask, high, float("-inf"))
 
 
 @helper
 def _better(best, best_id, score, ids):
-    """The best of a tile and of what was found before it; ties to the lowest id."""
+    """Return the best of a tile and of the tiles before it; ties to the lowest id."""
     top = tl.max(score, 0)
     found = tl.min(tl.where(score == top, ids, _NO_ID), 0)
     wins = (top > best) | ((top == best) & (found < best_id))
@@ -77,7 +77,7 @@ def _better(best, best_id, score, ids):
 
 @helper
 def _row_of(numbers, row, num_rows):
-    """A row's place, seed, position, sample index, target and temperature."""
+    """Return a row's place, seed, position, sample index, target and temperature."""
     at = numbers + row
     seed = tl.load(at + num_rows).to(tl.uint64, bitcast=True)
     position = tl.load(at + 2 * num_rows).to(tl.uint64, bitcast=True)
@@ -88,8 +88,8 @@ def _row_of(numbers, row, num_rows):
 
 @helper
 def _top_of(tops, place, target, temperature):
-    """The largest logit, the same at the temperature, and whether the draw is greedy or warped."""
-    top = tl.load(tops + place)  # NaN where there is one
+    """Return the largest logit, the same at the temperature, and whether the draw is greedy or warped."""
+    top = tl.load(tops + place)  # NaN if any is NaN
     warped_top = tl.div_rn(top, temperature)
     warmer = tl.abs(warped_top) < float("inf")
     return top, warped_top, warmer == 0, warmer & (target < 0)
@@ -110,7 +110,7 @@ def _pick(
     GROUPS: tl.constexpr,
     SLACK: tl.constexpr,
 ):
-    """The best score of a tile of ids and whose it is, by the low and by the high scores."""
+    """Find the best score of a tile of ids and its id, for the low and for the high scores."""
     row, tile = tl.program_id(0), tl.program_id(1)
     group = tile * GROUPS + tl.arange(0, GROUPS)
     place, seed, position, index, target, temperature = _row_of(numbers, first + row, num_rows)
@@ -163,24 +163,24 @@ def _masses(
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """The masses of a tile of ids, at temperature 1 and at the row's: `[R, V / LANES, 2, LANES]`."""
+    """Compute the masses of a tile of ids, at temperature 1 and the row's: `[R, V / LANES, 2, LANES]`."""
     row, tile = tl.program_id(0), tl.program_id(1)
     place, _, _, _, target, temperature = _row_of(numbers, first + row, num_rows)
     top, warped_top, _, warps = _top_of(tops, place, target, temperature)
     ids = tile * BLOCK + tl.arange(0, BLOCK)
-    held = ids < size
-    value = widened(tl.load(logits + place * row_stride + ids, mask=held, other=float("-inf")))
+    mask = ids < size
+    value = widened(tl.load(logits + place * row_stride + ids, mask=mask, other=float("-inf")))
     step = (row.to(tl.int64) * tiles + tile) * (BLOCK // LANES) + tl.arange(0, BLOCK) // LANES
     at = masses + step * _KINDS * LANES + ids % LANES
-    tl.store(at, tl.where(held, _mass(value, top), 0.0))
+    tl.store(at, tl.where(mask, _mass(value, top), 0.0))
     if warps:
         divided = tl.div_rn(value, tl.full([BLOCK], 0.0, tl.float32) + temperature)
-        tl.store(at + LANES, tl.where(held, _mass(divided, warped_top), 0.0))
+        tl.store(at + LANES, tl.where(mask, _mass(divided, warped_top), 0.0))
 
 
 @triton.jit(do_not_specialize=["first", "num_rows", "tiles"])
 def _draw(
-    found,
+    results,
     bests,
     best_ids,
     masses,
@@ -200,7 +200,7 @@ def _draw(
     UNROLLED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A row of `found`: the sums of its masses in the order of lanes, its id, and what log-probs need."""
+    """Write a row of `results`: the sums of its masses in lane order, its id, and inputs of its log-probs."""
     row = tl.program_id(0)
     place, _, _, _, target, temperature = _row_of(numbers, first + row, num_rows)
     top, warped_top, is_greedy, warps = _top_of(tops, place, target, temperature)
@@ -214,34 +214,34 @@ def _draw(
         sums = tl.sum(tl.reshape(sums, [_KINDS, 2, LANES >> level]), 1)
     tile = tl.arange(0, TILES)
     scores, ids = bests + row * _KINDS * tiles + tile, best_ids + row * _KINDS * tiles + tile
-    held, worst = tile < tiles, float("-inf")
+    mask, worst = tile < tiles, float("-inf")
     low, low_id = _better(
         worst,
         _NO_ID,
-        tl.load(scores, mask=held, other=worst),
-        tl.load(ids, mask=held, other=_NO_ID),
+        tl.load(scores, mask=mask, other=worst),
+        tl.load(ids, mask=mask, other=_NO_ID),
     )
     high, high_id = _better(
         worst,
         _NO_ID,
-        tl.load(scores + tiles, mask=held, other=worst),
-        tl.load(ids + tiles, mask=held, other=_NO_ID),
+        tl.load(scores + tiles, mask=mask, other=worst),
+        tl.load(ids + tiles, mask=mask, other=_NO_ID),
     )
     fails = (tl.abs(top) < float("inf")) == 0
     draws = target < 0
     token_id = tl.where(draws, low_id.to(tl.int64), target)
     chosen = widened(tl.load(logits + place * row_stride + tl.minimum(token_id, size - 1)))
-    row_found = found + (first + row) * WIDTH
-    tl.store(row_found + tl.arange(0, _KINDS), tl.reshape(sums, [_KINDS]))
-    tl.store(row_found + 2, tl.where(fails, -1, token_id).to(tl.float64))
-    tl.store(row_found + 3, chosen.to(tl.float64))
-    tl.store(row_found + 4, top.to(tl.float64))
-    tl.store(row_found + 5, warped_top.to(tl.float64))
+    row_results = results + (first + row) * WIDTH
+    tl.store(row_results + tl.arange(0, _KINDS), tl.reshape(sums, [_KINDS]))
+    tl.store(row_results + 2, tl.where(fails, -1, token_id).to(tl.float64))
+    tl.store(row_results + 3, chosen.to(tl.float64))
+    tl.store(row_results + 4, top.to(tl.float64))
+    tl.store(row_results + 5, warped_top.to(tl.float64))
     exact = ((low_id == high_id) & (low == high)) | (target >= 0) | fails
-    tl.store(row_found + 6, exact.to(tl.float64))
-    tl.store(row_found + 7, (fails == 0).to(tl.float64))
-    tl.store(row_found + 8, (warps & (fails == 0)).to(tl.float64))
-    tl.store(row_found + 9, (draws & is_greedy & (fails == 0)).to(tl.float64))
+    tl.store(row_results + 6, exact.to(tl.float64))
+    tl.store(row_results + 7, (fails == 0).to(tl.float64))
+    tl.store(row_results + 8, (warps & (fails == 0)).to(tl.float64))
+    tl.store(row_results + 9, (draws & is_greedy & (fails == 0)).to(tl.float64))
 
 
 def draw(
@@ -253,41 +253,41 @@ def draw(
     temperatures: Tensor,
     targets: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw from rows of `logits` `[N, V]`, on their GPU, in the one order of `verbatim.sampling.sampler`.
+    """Draw from rows of `logits` `[N, V]`, on their GPU, as `verbatim.sampling.sampler` does.
 
-    Args, one of each a row, on the CPU:
+    Args, one element per row, on the CPU:
         places: int64, the row of `logits`.
         seeds: int64, the bits of the 64-bit seed.
-        positions, indices: int64.
-        temperatures: float32, 0 and up.
-        targets: int64, an id that is scored and not drawn, or -1.
+        positions, indices: int64, position and sample index.
+        temperatures: float32, 0 or above.
+        targets: int64, an id to score without drawing, or -1.
 
     Returns, on the CPU:
-        `[R]` bool; False where a logarithm of the C library's has to decide.
-        `[R]` int64, the ids; the row's target where it has one. -1 where nothing can be drawn.
-        `[R]` float32, their log-probs, and those of the distributions that they were drawn from.
+        `[R]` bool; False if the C library's logarithm has to decide.
+        `[R]` int64, the ids: the target if there is one, -1 if none can be drawn.
+        `[R]` float32, their log-probs, and those in the distributions that they were drawn from.
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     assert logits.dtype in DTYPES
     device, (num_rows, size) = logits.device, (len(places), logits.shape[1])
-    # One copy to the GPU, which waits for nothing there, and one back: every number is exact in float64.
+    # One copy to the GPU, without waiting for it, and one copy back: every number is exact in float64.
     columns = [places, seeds, positions, indices, targets, temperatures.view(torch.int32)]
     numbers = torch.stack([column.long() for column in columns]).to(device, non_blocking=True)
     tops = logits.amax(-1).float()
     tiles = triton.cdiv(size, BLOCK)
-    held = max(1, min(num_rows, _SCRATCH // (tiles * BLOCK * _KINDS.value)))
-    bests = logits.new_empty(held, _KINDS.value, tiles, dtype=torch.float32)
+    mask = max(1, min(num_rows, _SCRATCH // (tiles * BLOCK * _KINDS.value)))
+    bests = logits.new_empty(mask, _KINDS.value, tiles, dtype=torch.float32)
     best_ids = bests.new_empty(bests.shape, dtype=torch.int32)
-    masses = bests.new_empty(held, tiles * BLOCK * _KINDS.value, dtype=torch.float64)
-    found = masses.new_empty(num_rows, _WIDTH.value)
-    for first in range(0, num_rows, held):
-        count = min(held, num_rows - first)
+    masses = bests.new_empty(mask, tiles * BLOCK * _KINDS.value, dtype=torch.float64)
+    results = masses.new_empty(num_rows, _WIDTH.value)
+    for first in range(0, num_rows, mask):
+        count = min(mask, num_rows - first)
         rows = logits, numbers, tops, first, num_rows, logits.stride(0), size, tiles
         _pick[(count, tiles)](bests, best_ids, *rows, GROUPS=GROUPS, SLACK=SLACK, **EXACT)
         _masses[(count, tiles)](masses, *rows, BLOCK=BLOCK, LANES=LANES, **EXACT)
         _draw[(count,)](
-            found,
+            results,
             bests,
             best_ids,
             masses,
@@ -302,7 +302,7 @@ def draw(
             num_warps=2,  # one for each kind of mass
             **EXACT,
         )
-    total, warped_total, ids, chosen, top, warped_top, *flags = found.cpu().T
+    total, warped_total, ids, chosen, top, warped_top, *flags = results.cpu().T
     exact, scored, warped, took_largest = (flag != 0 for flag in flags)
     logprobs = _logprobs(chosen, top, total, scored)
     sampled = _logprobs((chosen.float() / temperatures).double(), warped_top, warped_total, warped)

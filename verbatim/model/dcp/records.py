@@ -1,7 +1,7 @@
-"""Unpickling without running code, for DCP's `.metadata` and for the descriptions of tensors by torch.save.
+"""Safe unpickling of DCP's `.metadata` and of torch.save's tensor descriptions, without running code.
 
-Nothing that a pickle names is imported or called: a call becomes a `Record`. Names, opcodes and keys of
-dictionaries that these files do not use are refused.
+Nothing named in a pickle is imported or called: calls become `Record`s. Names, opcodes and dictionary key
+types that these files don't use are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Record:
         self.state: Any = None
 
 
-# Names in `.metadata`. Those of paths depend on the version of Python and the system.
+# Names in `.metadata`. Those of path classes depend on the version of Python and the system.
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # before torch 2.3
 METADATA = frozenset(
@@ -42,7 +42,7 @@ METADATA = frozenset(
         _SHARDED: ("TensorProperties", "MEM_FORMAT_ENCODING"),
         "pathlib": _PATHS,
         "pathlib._local": _PATHS,
-        # Some Pythons (3.11.2) pickle a member of an enum as a getattr, which is not called either.
+        # Some versions of Python (3.11.2) pickle an enum member as a call of getattr.
         "builtins": ("getattr",),
         "__builtin__": ("getattr",),
     }.items()
@@ -61,14 +61,14 @@ TENSOR = frozenset(
 
 class _Opcodes(dict[int, Any]):
     def __missing__(self, code: int) -> NoReturn:
-        raise ModelError("it has an opcode that is not needed")
+        raise ModelError("it has an opcode that is not allowed")
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's unpickler in Python, three times slower than the one in C.
+    """A subclass of the pure-Python unpickler, which is three times slower than the C version, but safe.
 
-    The C one can overflow its stack by hashing nested keys, and allocates memos of a billion entries. The
-    memory of this one is proportional to the file: each opcode creates at most one small object.
+    The C version can overflow its stack by hashing nested keys, and can be made to allocate a memo of a
+    billion entries. Here memory is proportional to the file: an opcode creates at most one small object.
     """
 
     stack: list[Any]
@@ -84,7 +84,8 @@ class _Unpickler(pickle._Unpickler):
             return dtype
         if f"{module}.{name}" not in self._allowed:
             raise ModelError(
-                f"it asks for {module[:80]}.{name[:80]}, which DCP has no need of; nothing was run"
+                f"it refers to {module[:80]}.{name[:80]}, which DCP does not need; nothing was "
+                "executed"
             )
         return Record(f"{module}.{name}", None)
 
@@ -98,7 +99,7 @@ class _Unpickler(pickle._Unpickler):
     def load_build(self) -> None:
         state, record = self.stack.pop(), self.stack[-1]
         if not isinstance(record, Record) or record.args is None:
-            raise ModelError("it gives a state to something else than an object")
+            raise ModelError("it sets the state of something other than an object")
         record.state = state
 
     def load_setitem(self) -> None:
@@ -111,7 +112,7 @@ class _Unpickler(pickle._Unpickler):
         mapping = self.stack[-1]
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(mapping) is not dict or not isinstance(key, str | Record):
-                raise ModelError("it sets something else than an item with a name")
+                raise ModelError("it sets something other than a named item")
             mapping[key] = value
 
     # Opcodes of protocols 2 to 5 for strings, numbers, tuples, lists, dictionaries and objects.
@@ -139,10 +140,10 @@ def unpickle(data: bytes, allowed: frozenset[str]) -> Any:
     """Read a pickle as strings, numbers, tuples, lists, dictionaries, dtypes and records.
 
     Args:
-        allowed: the names that it may have, besides those of torch's dtypes.
+        allowed: the names that the pickle may refer to, besides those of torch's dtypes.
 
     Raises:
-        ModelError: it has another name, or something else that is not needed.
-        Exception: of any type, if it is damaged.
+        ModelError: the pickle has a name, opcode or key that is not allowed.
+        Exception: any type, if the pickle is damaged.
     """
     return _Unpickler(data, allowed).load()

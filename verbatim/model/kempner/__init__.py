@@ -1,1 +1,1 @@
-"""KempnerForge's checkpoints: its config, and its models as transformers architectures."""
+"""KempnerForge's configs, checkpoints and live modules, run as transformers architectures."""

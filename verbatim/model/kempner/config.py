@@ -1,6 +1,6 @@
-"""KempnerForge's TOML: the validated fields that describe a model.
+"""KempnerForge's TOML config: the validated fields that describe a model.
 
-This module does not import torch, so that a command can refuse a config at once.
+This module does not import torch, so that commands can refuse a config at once.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verbatim.common.files import read_file
 from verbatim.errors import InvalidRequest, ModelError, UnsupportedModel
-from verbatim.files import read_file
 
-# Fields of [model] for training, or for the choice between equivalent kernels.
+# Fields of [model] that only affect training or choose between equivalent kernels.
 _TRAINING = frozenset(
     {
         "init_std",
@@ -45,8 +45,8 @@ class ModelConfig:
     """The fields of `[model]` that describe the architecture, with KempnerForge's names and defaults.
 
     Raises:
-        ModelError: a value out of range; the message names it.
-        UnsupportedModel: an unsupported kind of model.
+        ModelError: a value is out of range; the message names it.
+        UnsupportedModel: the kind of model is not supported.
     """
 
     dim: int = 4096
@@ -76,7 +76,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value, has_none = getattr(self, field.name), field.default == 0
-            value = _typed(field.name, str(field.type), value)
+            value = _converted(field.name, str(field.type), value)
             object.__setattr__(self, field.name, value)
             is_unused = field.name.startswith("moe_") and not (self.num_experts or has_none)
             if isinstance(value, bool | str | None) or is_unused:
@@ -138,7 +138,7 @@ class KempnerConfig:
     """The model settings of a KempnerForge TOML and its overrides.
 
     Attributes:
-        model: its architecture.
+        model: the architecture.
         tokenizer_path: `[data] tokenizer_path`, a folder or a hub id, or None.
         load_path: `[checkpoint] load_path`, or None.
     """
@@ -151,14 +151,11 @@ class KempnerConfig:
     def read(
         cls, path: str | os.PathLike[str], overrides: Mapping[str, Mapping[str, Any]] | None = None
     ) -> KempnerConfig:
-        """Read a TOML file.
-
-        Args:
-            overrides: by section and field; they override the file.
+        """Read a TOML file, with `overrides` by section and field.
 
         Raises:
-            ModelError: it can't be read, has an unknown field in `[model]`, or a value out of range.
-            UnsupportedModel: an unsupported kind of model.
+            ModelError: the file can't be read, `[model]` has an unknown field, or a value is out of range.
+            UnsupportedModel: the kind of model is not supported.
         """
         file = Path(os.path.expanduser(path))
         try:
@@ -171,10 +168,8 @@ class KempnerConfig:
             raise ModelError(f"{file} is not TOML: {error}") from None
         try:
             return cls._of(tables, overrides or {})
-        except UnsupportedModel as error:
-            raise UnsupportedModel(f"{file}: {error}") from None
-        except ModelError as error:
-            raise ModelError(f"{file}: {error}") from None
+        except (ModelError, UnsupportedModel) as error:
+            raise type(error)(f"{file}: {error}") from None
 
     @classmethod
     def _of(
@@ -183,17 +178,17 @@ class KempnerConfig:
         for section in _OTHER_MODELS:
             if section in tables or section in overrides:
                 raise UnsupportedModel(
-                    f"[{section}] makes it a model of images or video; only text models are run"
+                    f"[{section}] is for models of images or video; only text models are supported"
                 )
         known = {field.name for field in dataclasses.fields(ModelConfig)}
         if "model" not in tables and tables.keys() & known:
-            # Files of configs/model/ have no sections: all fields are the model's.
+            # Files in configs/model/ have no sections; all fields belong to [model].
             tables = {"model": tables}
         model = _merged(tables, overrides, "model")
         unknown = sorted(model.keys() - known - _TRAINING)
         if unknown:
             raise ModelError(
-                f"[model] has no {unknown[0]!r}; there are {sorted(known | _TRAINING)}"
+                f"[model] has no field {unknown[0]!r}; known fields are {sorted(known | _TRAINING)}"
             )
         paths = []
         for section, name in (("data", "tokenizer_path"), ("checkpoint", "load_path")):
@@ -215,7 +210,7 @@ def _merged(
     return {**table, **overrides.get(section, {})}
 
 
-def _typed(name: str, kind: str, value: Any) -> Any:
+def _converted(name: str, kind: str, value: Any) -> Any:
     """Return `value` converted to `kind`, an annotation of `ModelConfig`."""
     if value is None and kind.endswith("| None"):
         return None
@@ -228,10 +223,10 @@ def _typed(name: str, kind: str, value: Any) -> Any:
             return int(value)
     if {"bool": bool, "str": str}.get(kind) is type(value):
         return value
-    raise ModelError(f"[model] {name}={shown(value)}: must be {_A[kind]}")
+    raise ModelError(f"[model] {name}={shown(value)}: must be {_DESCRIPTIONS[kind]}")
 
 
-_A = {
+_DESCRIPTIONS = {
     "int": "an integer of 64 bits",
     "float": "a number below 2**63",
     "bool": "true or false",
@@ -239,7 +234,7 @@ _A = {
 }
 
 
-class _Short(reprlib.Repr):
+class _ShortRepr(reprlib.Repr):
     """Short representations of arbitrary values, for messages."""
 
     maxstring = 100
@@ -250,4 +245,4 @@ class _Short(reprlib.Repr):
         return repr(x)
 
 
-shown = _Short().repr
+shown = _ShortRepr().repr

@@ -1,4 +1,4 @@
-"""KempnerForge's models as equivalent transformers architectures.
+"""Converts KempnerForge's models to equivalent transformers architectures.
 
 | norm, activation | q/k norm | experts | becomes |
 | --- | --- | --- | --- |
@@ -11,7 +11,7 @@
 | rmsnorm, silu | yes | in every n-th layer | Qwen3-MoE |
 | rmsnorm, silu | | in every n-th layer, or a shared one | ERNIE 4.5 MoE |
 
-Both routers work with each of the last three. Other combinations are refused.
+The last three support both routers. Other combinations are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from verbatim.model.kempner.config import ModelConfig
 _QK_NORM_EPS = 1e-5  # of q_norm and k_norm, independent of norm_eps
 FIRST = "token_embedding.embedding.weight"  # a tensor of every checkpoint
 
-# What replaces parts of the names of a transformers module's parameters, in this order.
+# Replacements in the parameter names of a transformers module, applied in this order.
 _NAMES = {
     "model.embed_tokens.weight": FIRST,
     "lm_head.": "output_head.proj.",
@@ -51,14 +51,14 @@ def transformers_config(model: ModelConfig) -> Any:
     """Return the transformers config of the equivalent architecture.
 
     Raises:
-        UnsupportedModel: there is none; the message names the fields.
+        UnsupportedModel: there is no equivalent architecture; the message names the fields.
     """
     import transformers
 
     if model.is_moe and model.moe_capacity_factor > 0:
         warnings.warn(
             f"moe_capacity_factor={model.moe_capacity_factor}: in training, tokens beyond an expert's "
-            "capacity were dropped; here none is, because it would depend on the batch",
+            "capacity were dropped; here none are, because that would depend on the batch",
             UserWarning,
             stacklevel=2,
         )
@@ -82,7 +82,7 @@ def transformers_config(model: ModelConfig) -> Any:
 
 
 def _dense(model: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """Return the config class, and its additional fields."""
+    """Return the name of the config class, and its additional fields."""
     gated = model.activation == "silu"
     rms = {"rms_norm_eps": model.norm_eps}
     if model.qk_norm:
@@ -150,24 +150,24 @@ def renamed(
 
     Args:
         empty: the module on the meta device.
-        tensors: by KempnerForge's names; those that are used are removed.
+        tensors: the tensors by KempnerForge's names; the used ones are removed.
 
     Raises:
-        ModelError: some are missing, or of another size.
+        ModelError: a tensor is missing, or has another size than the module's.
     """
     missing: list[str] = []
-    wanted = 0
+    num_requested = 0
 
     def take(key: str, *size: int) -> Tensor:
-        nonlocal wanted
-        wanted += 1
+        nonlocal num_requested
+        num_requested += 1
         if key not in tensors:
             missing.append(key)
             return torch.empty(size, device="meta")
         tensor = tensors.pop(key)
         if tuple(tensor.shape) != size:
             raise ModelError(
-                f"{folder}: {key} is {list(tensor.shape)}, and by the config it is {list(size)}"
+                f"{folder}: {key} is {list(tensor.shape)}, but {list(size)} by the config"
             )
         return tensor
 
@@ -179,7 +179,7 @@ def renamed(
         names = (f"{layer}.experts.{expert}.{part}_proj.weight" for expert in range(size[0]))
         return torch.stack([take(name, *size[1:]) for name in names])
 
-    found: dict[str, Tensor] = {}
+    named: dict[str, Tensor] = {}
     tied = {**empty.all_tied_weights_keys}
     tied |= {source: copy for copy, source in tied.items()}
     for name, like in empty.state_dict().items():
@@ -187,37 +187,37 @@ def renamed(
         if experts := _EXPERTS.match(name):
             layer = f"layers.{experts[1]}.mlp"
             if experts[2] == "down_proj":
-                found[name] = stacked(layer, "down", *size)
+                named[name] = stacked(layer, "down", *size)
             else:
                 half = size[0], size[1] // 2, size[2]
-                found[name] = torch.cat([stacked(layer, part, *half) for part in ("gate", "up")], 1)
+                named[name] = torch.cat([stacked(layer, part, *half) for part in ("gate", "up")], 1)
         elif name.endswith(".moe_statics.e_score_correction_bias"):
-            found[name] = torch.zeros(size)  # which KempnerForge does not have
+            named[name] = torch.zeros(size)  # KempnerForge has none
         elif (
             (key := key_of(name)) in tensors
             or name not in tied
             or key_of(tied[name]) not in tensors
         ):
-            found[name] = _arranged(empty, model, name, take(key, *size))
+            named[name] = _reordered(empty, model, name, take(key, *size))
     if missing:
         raise ModelError(
-            f"{folder} lacks {len(missing)} of {wanted} tensors, such as "
+            f"{folder} lacks {len(missing)} of {num_requested} tensors, such as "
             f"{', '.join(sorted(missing)[:3])}"
         )
-    return found
+    return named
 
 
 def key_of(name: str) -> str:
-    """Return KempnerForge's name of a parameter of a transformers module."""
+    """Return KempnerForge's name for a parameter of a transformers module."""
     for part, key in _NAMES.items():
         name = name.replace(part, key)
     return name
 
 
-def _arranged(module: Any, model: ModelConfig, name: str, rows: Tensor) -> Tensor:
-    """Return a tensor, for ERNIE with the rows of q and k `[heads * head_dim, H]` in another order.
+def _reordered(module: Any, model: ModelConfig, name: str, rows: Tensor) -> Tensor:
+    """Return `rows`, reordered if they are ERNIE's q or k `[heads * head_dim, H]`.
 
-    It rotates neighbours instead of halves.
+    ERNIE's rotary embedding pairs neighboring dimensions instead of halves.
     """
     rotated = name.endswith((".q_proj.weight", ".k_proj.weight"))
     if module.config.model_type != "ernie4_5_moe" or not rotated:
@@ -227,13 +227,13 @@ def _arranged(module: Any, model: ModelConfig, name: str, rows: Tensor) -> Tenso
 
 
 def adjust(module: Any, model: ModelConfig, tensors: dict[str, Tensor]) -> None:
-    """Apply settings to a module that its config can't express.
+    """Apply settings that the transformers config can't express to a module.
 
     Args:
-        tensors: those left by `renamed`; those that are used, or only in training, are removed.
+        tensors: the tensors left by `renamed`; those used here or only in training are removed.
 
     Raises:
-        ModelError: the bias of a router is missing, or of another size.
+        ModelError: the bias of a router is missing, or has another size.
     """
     for i, layer in enumerate(module.model.layers):
         if model.qk_norm:
@@ -245,40 +245,35 @@ def adjust(module: Any, model: ModelConfig, tensors: dict[str, Tensor]) -> None:
                 name = f"layers.{i}.mlp.router.expert_bias"
                 if name not in tensors:
                     raise ModelError(f"the checkpoint lacks {name}")
-                given = tensors.pop(name)
-                if given.shape != (model.num_experts,):
+                expert_bias = tensors.pop(name)
+                if expert_bias.shape != (model.num_experts,):
                     raise ModelError(
-                        f"{name} is {list(given.shape)}, and by the config it is {[model.num_experts]}"
+                        f"{name} is {list(expert_bias.shape)}, but {[model.num_experts]} by the "
+                        "config"
                     )
-                weight, bias = (x.to(module.dtype) for x in (layer.mlp.gate.weight, given))
+                weight, bias = (x.to(module.dtype) for x in (layer.mlp.gate.weight, expert_bias))
                 layer.mlp.gate = SigmoidRouter(weight, bias, model.moe_top_k)
 
 
 class SigmoidRouter(nn.Module):
-    """KempnerForge's `sigmoid_topk`: an expert's bias affects its weight, not only the choice.
+    """KempnerForge's `sigmoid_topk` router, in which the bias of an expert also affects its weight.
 
-    Replaces the gate of a mixture-of-experts layer, with the same interface.
+    It has the interface of the gate of an MoE layer, which it replaces.
     """
 
     def __init__(self, weight: Tensor, expert_bias: Tensor, top_k: int) -> None:
-        """Args:
-        weight: `[E, H]`.
-        expert_bias: `[E]`.
-        """
+        """Create a router from `weight` `[E, H]` and `expert_bias` `[E]`."""
         super().__init__()
         self.top_k = top_k
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.expert_bias = nn.Parameter(expert_bias, requires_grad=False)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose `k` experts for each token.
-
-        Args:
-            hidden_states: `[..., H]`, T tokens.
+        """Choose `k` experts for each of T tokens, `[..., H]`.
 
         Returns:
-            The gate's logits `[T, E]`, the weights of the chosen `[T, k]`, which sum to 1, and their
-            numbers `[T, k]`.
+            The logits `[T, E]`, the weights of the chosen experts `[T, k]`, which sum to 1, and their indices
+            `[T, k]`.
         """
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = F.linear(hidden, self.weight)

@@ -1,4 +1,4 @@
-"""A live KempnerForge `Transformer` as the equivalent transformers module, over the same parameters."""
+"""Runs a live KempnerForge `Transformer` as the equivalent transformers module, with shared parameters."""
 
 from __future__ import annotations
 
@@ -11,30 +11,27 @@ import torch
 from torch import nn
 
 from verbatim.errors import EngineClosed, ModelChanged, VerbatimError
+from verbatim.model.dcp.checkpoint import plain_name
 from verbatim.model.decoder import Decoder
 from verbatim.model.differential import largest_error, tolerance
-from verbatim.model.fingerprint import Fingerprint, Place, numbers_of
+from verbatim.model.fingerprint import Fingerprint, Place, Tree, numbers_of
 from verbatim.model.kempner.config import ModelConfig
 from verbatim.model.kempner.layout import adjust, key_of, transformers_config
 from verbatim.model.loader import building
 from verbatim.model.patching import exclusive, patched
-from verbatim.model.tree import Tree
 
 _CLASS = "kempnerforge.model.transformer.Transformer"
 _CODE = ("kempnerforge.model.", "torch.nn.modules.", "torch.distributed.algorithms._checkpoint.")
-_CHECKPOINTED = (
-    "._checkpoint_wrapped_module"  # in the names of layers with activation checkpointing
-)
 _TRIAL_TOKENS = 40
 
 
 class LiveDecoder(Decoder):
-    """Runs a `Transformer` that belongs to a caller by a skeleton, whose parameters are the caller's own.
+    """A decoder for a caller's `Transformer`, which runs a skeleton that shares its parameters.
 
     Args:
-        module: one that `skeleton_of` knows.
-        skeleton: the result of `skeleton_of`.
-        weak: hold `module` only weakly.
+        module: a module supported by `skeleton_of`.
+        skeleton: the result of `skeleton_of(module)`.
+        weak: whether to hold only a weak reference to `module`.
         options: further arguments of `Decoder`.
     """
 
@@ -52,7 +49,7 @@ class LiveDecoder(Decoder):
     def owner(self) -> nn.Module:
         module: nn.Module | None = self._live()
         if module is None:
-            raise EngineClosed("this engine was closed, or the module it was made for is gone")
+            raise EngineClosed("this engine was closed, or its module no longer exists")
         return module
 
     @property
@@ -63,7 +60,7 @@ class LiveDecoder(Decoder):
         """Share the parameters again, as the caller may have replaced some.
 
         Raises:
-            ModelChanged: layers, numbers in them, their code, hooks or the config changed.
+            ModelChanged: the layers, their numbers, code or hooks, or the config changed.
         """
         with exclusive:
             module, tree, code = self.owner, self._live_tree, self._live_code
@@ -85,9 +82,9 @@ class LiveDecoder(Decoder):
 
 
 def skeleton_of(module: nn.Module) -> nn.Module | None:
-    """Return a transformers module that shares the parameters of `module`, and computes the same.
+    """Return a transformers module that shares the parameters of `module` and computes the same function.
 
-    None: `module` is of another class, has hooks, edited layers or experts, or computes something else.
+    Returns None if `module` has another class, hooks, replaced forwards or experts, or other results.
     """
     classes = [type(layer) for layer in module.modules()]
     if f"{classes[0].__module__}.{classes[0].__qualname__}" != _CLASS:
@@ -96,7 +93,7 @@ def skeleton_of(module: nn.Module) -> nn.Module | None:
     edited = any("forward" in layer.__dict__ for layer in module.modules())
     if not own_code or edited or Tree(module).has_hooks() or _settings(module)[1]:
         return None
-    skeleton = _built(module)
+    skeleton = _build_skeleton(module)
     links = None if skeleton is None else _links(skeleton, module)
     if skeleton is None or links is None:
         return None
@@ -104,31 +101,31 @@ def skeleton_of(module: nn.Module) -> nn.Module | None:
     device = next(module.parameters()).device
     for layer in skeleton.modules():
         layer._buffers.update({k: b.to(device) for k, b in layer._buffers.items() if b is not None})
-    return skeleton if _computes_the_same(skeleton, module) else None
+    return skeleton if _is_equivalent(skeleton, module) else None
 
 
 def _settings(module: Any) -> tuple[dict[str, Any], bool]:
-    """Return the config's fields, and whether a layer records its attention weights."""
+    """Return the fields of the module's config, and whether a layer records its attention weights."""
     fields = (field.name for field in dataclasses.fields(ModelConfig))
     values = {name: getattr(module.config, name) for name in fields if hasattr(module.config, name)}
     layers = (getattr(layer, "attention", None) for layer in module.layers.values())
     return values, any(getattr(layer, "capture_attention_weights", False) for layer in layers)
 
 
-def _built(module: nn.Module) -> nn.Module | None:
+def _build_skeleton(module: nn.Module) -> nn.Module | None:
     """Return the module of the equivalent architecture; None if there is none."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     values, _ = _settings(module)
-    # Some are members of enumerations.
+    # Some values are enum members.
     plain: dict[str, Any] = {k: str(v) if isinstance(v, str) else v for k, v in values.items()}
     auto: Any = AutoModelForCausalLM
     try:
         model = ModelConfig(**plain)
         if model.is_moe:
             return None  # transformers keeps all experts of a layer in one parameter
-        # The memory of these weights is reserved and freed without being written.
+        # The memory of these weights is allocated and freed without being written.
         with building, no_init_weights(), torch.inference_mode(False):
             skeleton: nn.Module = auto.from_config(transformers_config(model))
             adjust(skeleton, model, {})
@@ -138,23 +135,23 @@ def _built(module: nn.Module) -> nn.Module | None:
 
 
 def _links(skeleton: nn.Module, module: nn.Module) -> list[tuple[Place, Place]] | None:
-    """Return each parameter of `skeleton` with that of `module`; None if they do not correspond."""
-    own: dict[str, Place] = {
-        f"{path.replace(_CHECKPOINTED, '')}.{name}": (layer._parameters, name)
+    """Return pairs of corresponding parameters of `skeleton` and `module`; None if they don't match."""
+    places: dict[str, Place] = {
+        plain_name(f"{path}.{name}"): Place(layer._parameters, name)
         for path, layer in module.named_modules()
         for name in layer._parameters
     }
     links = [
-        ((layer._parameters, name), own.pop(key_of(f"{path}.{name}"), None))
+        (Place(layer._parameters, name), places.pop(key_of(f"{path}.{name}"), None))
         for path, layer in skeleton.named_modules()
         for name, parameter in layer._parameters.items()
         if parameter is not None
     ]
-    found = [(ours, theirs) for ours, theirs in links if theirs is not None]
-    same = len(found) == len(links) and not any(
-        fields[name] is not None for fields, name in own.values()
+    complete = [(ours, theirs) for ours, theirs in links if theirs is not None]
+    same = len(complete) == len(links) and not any(
+        fields[name] is not None for fields, name in places.values()
     )
-    return found if same else None
+    return complete if same else None
 
 
 def _share(links: list[tuple[Place, Place]]) -> None:
@@ -162,8 +159,8 @@ def _share(links: list[tuple[Place, Place]]) -> None:
         ours[name] = theirs[key]
 
 
-def _computes_the_same(skeleton: nn.Module, module: Any) -> bool:
-    """Compare the logits of some tokens, by each module's own forward."""
+def _is_equivalent(skeleton: nn.Module, module: Any) -> bool:
+    """Return whether both modules' own forwards give the same logits, up to rounding, for some tokens."""
     length = min(_TRIAL_TOKENS, module.config.max_seq_len)
     ids = torch.arange(length, device=next(module.parameters()).device)[None]
     ids = ids * 37 % module.config.vocab_size

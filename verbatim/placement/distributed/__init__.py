@@ -1,1 +1,1 @@
-"""One model over several processes, of one machine or more, bit-equal to one process."""
+"""One model in several processes, on one machine or more, bit-identical to one process."""

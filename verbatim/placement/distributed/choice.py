@@ -1,4 +1,4 @@
-"""`Cluster`, `TensorParallel`, `PipelineParallel`, `ExpertParallel`: their options, validated."""
+"""The options of `Cluster`, `TensorParallel`, `PipelineParallel` and `ExpertParallel`, validated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verbatim.checks import integer, number, optional_integer
+from verbatim.common.checks import integer, number, optional_integer
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.placement.offload.choice import Offload
 
@@ -15,32 +15,32 @@ MAX_STAGES = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A model in pipeline stages: processes with some of its layers each, on one machine or several.
+    """A model in pipeline stages: processes with some of the layers each, on one or several machines.
 
     Outputs do not depend on the assignment of layers, on the machines, or on failures: a lost stage is
-    replaced, the requests in progress are recomputed, and continue with the same tokens. Use only machines
+    replaced, and requests in progress are recomputed and continue with the same tokens. Use only machines
     that trust each other: see docs/cluster.md.
 
     Args:
         stages: number of stages. None: one per machine, and two on a single machine.
-        address: "host:port" of a Ray cluster, as `verbatim cluster start` prints it. None: the cluster that
-            this process is connected to, or `RAY_ADDRESS`; otherwise processes of this machine, which end
-            when the model is closed, and no Ray.
+        address: "host:port" of a Ray cluster, as printed by `verbatim cluster start`. None: the cluster that
+            this process is connected to, or `RAY_ADDRESS`; otherwise, without Ray, processes on this machine
+            that end when the model is closed.
         layers: number of layers of each stage, in order. None: assigned by memory and measured speed.
         spares: idle processes that replace lost stages, 0 to 64.
-        micro_batches: micro-batches of one forward, which overlap in different stages. None: the number of
+        micro_batches: micro-batches per forward, which overlap in different stages. None: the number of
             stages if a forward has many rows, else one.
-        max_restarts: maximum stage replacements between two tokens of a request, 0 to 64; above it the
+        max_restarts: maximum stage replacements between two tokens of a request, 0 to 64; beyond, the
             request fails.
         patience_s: seconds of silence after which a stage is lost.
         step_timeout_s: seconds of computing one micro-batch after which a stage is lost.
-        hosts: another source of processes: an object with the members of
+        hosts: a custom source of processes, with the interface of
             `verbatim.placement.distributed.hosts.Hosts`.
-        offload: the tiers of each stage, on its own machine: budgets are those of one stage, and without any
-            it takes its part of 60% of its machine's available memory. None: all is in memory.
+        offload: the memory tiers of each stage, with budgets per stage; without budgets, the stages of a
+            machine share 60% of its available memory. None: all weights are in memory.
 
     Raises:
-        InvalidRequest: a value out of range; the message names it and what is allowed.
+        InvalidRequest: a value is out of range; the message names the value and the range.
         NotSupported: `offload` with a trace.
     """
 
@@ -76,13 +76,13 @@ class Cluster:
             self._resolve_layers()
 
     def _resolve_layers(self) -> None:
-        given = self.layers
-        if isinstance(given, str | bytes) or not isinstance(given, Sequence) or not given:
-            raise InvalidRequest(f"layers={given!r}: must be the number of layers of each stage")
-        layers = tuple(integer("layers", count) for count in given)
+        value = self.layers
+        if isinstance(value, str | bytes) or not isinstance(value, Sequence) or not value:
+            raise InvalidRequest(f"layers={value!r}: must be the number of layers of each stage")
+        layers = tuple(integer("layers", count) for count in value)
         if self.stages is not None and self.stages != len(layers):
             raise InvalidRequest(
-                f"layers={layers} are {len(layers)} stages, and stages={self.stages}"
+                f"layers={layers} makes {len(layers)} stages, but stages={self.stages}"
             )
         object.__setattr__(self, "layers", layers)
 
@@ -92,7 +92,7 @@ class TensorParallel:
     """Tensor parallelism over processes of one machine: each holds some columns of every weight matrix, some
     attention heads with their K and V, and some experts.
 
-    Columns are gathered, and nothing is summed over processes, so all bits equal those of one process.
+    Columns are gathered, and no sum is split over processes: results are bit-identical to one process.
 
     Under torchrun, or if torch.distributed is initialized, its ranks are used: each opens the same model and
     makes the same calls of `generate`, `score` and `chat`; rank 0 runs them, and all get its results.
@@ -102,10 +102,10 @@ class TensorParallel:
         size: number of ranks, including this process.
         exact: must be True. Summing partial products over ranks, which sends less and gives other bits, is
             not supported.
-        timeout_s: seconds that ranks wait for another one, in a forward and at opening.
+        timeout_s: seconds that a rank waits for another, in a forward and at opening.
 
     Raises:
-        InvalidRequest, NotSupported: a value out of range or not supported.
+        InvalidRequest, NotSupported: a value is out of range or not supported.
     """
 
     size: int
@@ -116,8 +116,8 @@ class TensorParallel:
         object.__setattr__(self, "size", integer("size", self.size))
         if self.exact is not True:
             raise NotSupported(
-                f"exact={self.exact!r}: not supported; weights are split by columns and results gathered, "
-                "which gives the bits of one process; leave it at True"
+                f"exact={self.exact!r}: not supported; weights are split by columns and results "
+                "gathered, which is bit-identical to one process; leave it at True"
             )
         _set_seconds(self, "timeout_s")
 
@@ -133,10 +133,10 @@ class PipelineParallel:
     Args:
         size: number of stages.
         timeout_s: seconds of computing one micro-batch, or of silence at opening, after which a rank is lost.
-        offload: as of `Cluster`.
+        offload: the memory tiers of each stage; see `Cluster`.
 
     Raises:
-        InvalidRequest: a value out of range.
+        InvalidRequest: a value is out of range.
     """
 
     size: int
@@ -145,7 +145,7 @@ class PipelineParallel:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", integer("size", self.size))
-        Cluster(offload=self.offload)  # checks it
+        Cluster(offload=self.offload)  # validates it
         _set_seconds(self, "timeout_s")
 
 
@@ -154,8 +154,8 @@ class ExpertParallel:
     """Expert parallelism: the experts are split over the ranks of a process group, the rest is replicated.
 
     Each rank has its own requests, or none. Rows are sent to the ranks of their experts and back, so all
-    ranks run the same number of forwards: all must call `generate`, `score` or `rl.rollout` equally often,
-    and a rank without requests runs the smallest batch.
+    ranks must run the same number of forwards: all must make the same number of calls to `generate`, `score`
+    or `rl.rollout`, and a rank without requests runs the smallest batch.
 
     Args:
         process_group: a torch.distributed group with gloo. None: all ranks.

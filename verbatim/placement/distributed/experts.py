@@ -20,14 +20,14 @@ from verbatim.model.spec import inner_model
 from verbatim.options import rank_of
 from verbatim.placement.distributed.choice import ExpertParallel
 from verbatim.placement.distributed.columns import take_share
+from verbatim.placement.distributed.ranks import gather, gather_text
 from verbatim.placement.distributed.served import check_keys, key_of
-from verbatim.placement.distributed.torchrun import gather, gather_text
-from verbatim.placement.options import Placed, ToOpen
+from verbatim.placement.options import OpenRequest, Placed
 from verbatim.placement.resident import open_resident
 
 
 class ExpertGroup:
-    """The user's process group, which only exchanges rows of experts."""
+    """The user's process group, used only to exchange rows between experts."""
 
     def __init__(self, group: Any) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -52,18 +52,18 @@ class ExpertGroup:
     def send_rows(self, rows: Tensor, counts: list[int], coming: list[int]) -> Tensor:
         """Send `counts[r]` of the rows `[n, H]` to rank r; return `coming[r]` rows from each, `[sum, H]`.
 
-        Those of GPUs go through the memory of the machine.
+        Rows on a GPU are copied through CPU memory.
         """
         device, rows = rows.device, rows.cpu().contiguous()
-        found = rows.new_empty(sum(coming), rows.shape[1])
+        received = rows.new_empty(sum(coming), rows.shape[1])
         width = rows.shape[1] * rows.itemsize
-        into, out = (x.view(torch.uint8).view(-1, width) for x in (found, rows))
+        into, out = (x.view(torch.uint8).view(-1, width) for x in (received, rows))
         dist.all_to_all_single(into, out, coming, counts, group=self.group)
-        return found.to(device)
+        return received.to(device)
 
 
 class ExchangedExperts(ExpertShare):
-    """Whole experts, some on each rank; each rank has tokens of its own.
+    """Whole experts, distributed over the ranks; each rank has its own tokens.
 
     Args:
         bounds: rank r has the experts from `bounds[r]` to `bounds[r + 1]`.
@@ -74,36 +74,36 @@ class ExchangedExperts(ExpertShare):
         self._group = group
 
     def run(self, experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
-        """Return the result of `run_experts` with all experts in one place; all ranks call it together."""
+        """Return the result of `run_experts` with the experts of all ranks, which must all call this."""
         group, bounds = self._group, self.bounds
-        sent = [sum(counts[a:b]) for a, b in pairwise(bounds)]
-        everybodys = gather(torch.tensor(counts, dtype=torch.int64), group.group)
-        here = everybodys[:, bounds[group.rank] : bounds[group.rank + 1]]
-        coming = here.sum(1).tolist()
-        got = group.send_rows(rows[: sum(counts)], sent, coming)
-        # They come rank by rank, each rank's by expert; stably sorted, expert by expert.
-        numbers = torch.arange(here.shape[1]).repeat(group.size)
-        by_expert = torch.argsort(numbers.repeat_interleave(here.flatten()), stable=True)
-        by_expert = by_expert.to(got.device)
-        made = torch.empty_like(got)
-        made[by_expert] = run_experts(experts, got[by_expert], here.sum(0).tolist())
-        return group.send_rows(made, coming, sent)
+        sent_counts = [sum(counts[a:b]) for a, b in pairwise(bounds)]
+        all_counts = gather(torch.tensor(counts, dtype=torch.int64), group.group)
+        local_counts = all_counts[:, bounds[group.rank] : bounds[group.rank + 1]]
+        received_counts = local_counts.sum(1).tolist()
+        received = group.send_rows(rows[: sum(counts)], sent_counts, received_counts)
+        # Received rows are sorted by rank, then by expert; a stable sort groups them by expert.
+        numbers = torch.arange(local_counts.shape[1]).repeat(group.size)
+        by_expert = torch.argsort(numbers.repeat_interleave(local_counts.flatten()), stable=True)
+        by_expert = by_expert.to(received.device)
+        output = torch.empty_like(received)
+        output[by_expert] = run_experts(experts, received[by_expert], local_counts.sum(0).tolist())
+        return group.send_rows(output, received_counts, sent_counts)
 
 
-def open_expert_parallel(model: ToOpen, choice: ExpertParallel) -> Placed:
-    """Open everything but the experts of other ranks; arguments and errors as of `open_tensor_parallel`."""
-    group: Any = ExpertGroup(choice.process_group)  # of `Ranks` it has what `take_share` needs
+def open_expert_parallel(model: OpenRequest, choice: ExpertParallel) -> Placed:
+    """Open a model without the experts of other ranks; raises the errors of `open_tensor_parallel`."""
+    group: Any = ExpertGroup(choice.process_group)  # implements what `take_share` uses of `Ranks`
     loaded, source, options, limit, draft = model
     module = loaded.module
     if not any(map(is_stacked, module.modules())):
         raise InvalidRequest(
-            f"placement=ExpertParallel: {type(inner_model(module)).__name__} hands no tokens to experts "
-            "through transformers' experts interface; TensorParallel shares its products"
+            f"placement=ExpertParallel: {type(inner_model(module)).__name__} passes no tokens to "
+            "experts through transformers' experts interface; use TensorParallel"
         )
     keys = gather_text(key_of(loaded, options), group.group)
     check_keys((f"rank {rank}", key) for rank, key in enumerate(keys))
     device = options.device
-    used = gather_text(f"{device.torch} of {platform.node()}", group.group)
+    devices = gather_text(f"{device.torch} of {platform.node()}", group.group)
     cut = take_share(
         loaded, source, group, device, head=None, linears=False, share=ExchangedExperts
     )
@@ -111,11 +111,11 @@ def open_expert_parallel(model: ToOpen, choice: ExpertParallel) -> Placed:
     with device.current():
         decoder = Decoder(module, fused=options.fused, batch_invariant=device.batch_invariant)
         if options.kv_bytes is None:
-            kv_bytes = options.kv_budget // used.count(used[group.rank])
+            kv_bytes = options.kv_budget // devices.count(devices[group.rank])
             options = replace(options, kv_bytes=kv_bytes)
         layers = open_draft_layers(draft, decoder, loaded)
         runner = open_resident(decoder, loaded, options, limit, layers)
-    decoder.record_steps(lambda _: None)  # a step waits for the other ranks, in every layer
+    decoder.record_steps(lambda _: None)  # layers wait for other ranks
     runner.cuts = cut.ranges
     runner.placement = {
         "placement": "expert parallel",

@@ -1,4 +1,4 @@
-"""Stages and ranks as their head sees them: calls, answers, and which are alive."""
+"""Stages and ranks as seen by their head: calls, answers, and detection of lost processes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contextlib import suppress
 from itertools import repeat, zip_longest
 from typing import Any
 
+from verbatim.common.shield import Shield
 from verbatim.errors import (
     InvalidRequest,
     ModelChanged,
@@ -26,56 +27,49 @@ from verbatim.placement.distributed.hosts import Host, Hosts
 from verbatim.placement.distributed.link import Link, LinkLost, Refused, connect
 from verbatim.placement.distributed.served import versions
 from verbatim.placement.distributed.wire import Buffer, Message, encode
-from verbatim.shield import Shield
 from verbatim.weights.update import NewWeights
 
-_PING_S = 0.5  # between two looks at who is still there, while something is waited for
-_LOADING_S = 60.0  # who reads weights and imports libraries may be silent for so long
+_PING_S = 0.5  # interval between pings while an answer is awaited
+_LOADING_S = 60.0  # permitted silence of a process that reads weights or imports libraries
 
 _log = logging.getLogger("verbatim.cluster")
 
-
-_ERRORS = {
-    kind.__name__: kind
-    for kind in (
-        *(InvalidRequest, ModelChanged, ModelError, NotSupported, OutOfBlocks, UnsupportedModel),
-        MemoryError,
-    )
-}
+_ERRORS = [InvalidRequest, ModelChanged, ModelError, NotSupported, OutOfBlocks, UnsupportedModel]
 
 
 class StageGone(StageFailed):
-    """Some stages no longer answer, or do not at first."""
+    """Some stages have ended, or do not answer."""
 
 
 class StageHandle:
     """A stage, and the connection to it.
 
     Attributes:
-        first, end: its layers.
-        shape: what it told of its part of the model.
-        lost: why it is given up; None while it is there.
-        number: which of the processes of its machine it is, from 0.
-        restarts: how often this place in the line was filled anew.
+        first, end: range of its layers.
+        shape: the properties of its part of the model, as reported by the stage.
+        facts: the properties of its process.
+        lost: the reason why it counts as lost; None while it is alive.
+        number: number of the process on its machine, from 0.
+        restarts: how often the process of this stage was replaced.
     """
 
     def __init__(self, host: Host, link: Link, inbox: Inbox) -> None:
         self.host = host
         self.link = link
-        self.name = ""  # in errors; "": that of a stage with layers
+        self.name = ""  # for error messages; "": described by its layers
         self.index = -1
         self.first = self.end = self.number = 0
         self.shape: Message = {}
         self.facts: Message = {}
         self.restarts = 0
         self.lost: str | None = None
-        self.asked: float | None = None  # when a ping went out that isn't answered
+        self.pinged_at: float | None = None  # send time of an unanswered ping
         self._listener = threading.Thread(target=self._listen, args=(inbox,), daemon=True)
         self._listener.start()
 
     @property
     def memory_at(self) -> tuple[str, str]:
-        """The memory that it uses: that of its machine, or of a GPU."""
+        """The memory that the stage uses: its machine and the name of its device."""
         return self.host.machine, self.facts["device"]
 
     def __str__(self) -> str:
@@ -92,16 +86,16 @@ class StageHandle:
             inbox.put((self, str(error)))
 
     def send(self, message: Mapping[str, Any] | list[Buffer]) -> None:
-        """Send, or mark the stage as lost."""
+        """Send a message; if that fails, mark the stage as lost."""
         try:
-            with Shield().up():  # half a message would be the end of the connection
+            with Shield().up():  # a partial message would make the connection unusable
                 self.link.send(message)
         except LinkLost as error:
             self.lost = self.lost or str(error)
 
     def give_up(self) -> None:
-        """Close the connection, and end its process."""
-        self.lost = self.lost or "it was given up"
+        """Close the connection, and end the process."""
+        self.lost = self.lost or "it was abandoned"
         self.link.close()
         self.host.kill()
         self._listener.join(1.0)
@@ -114,9 +108,9 @@ class StageGroup:
     """Processes that serve shares of one model: all stages, or all ranks but the first.
 
     Args:
-        hosts: where their processes come from.
-        patience_s: a stage that doesn't answer a ping for so long is lost.
-        step_timeout_s: so is one that computes for so long on one piece of work.
+        hosts: the source of the processes.
+        patience_s: seconds without an answer to a ping after which a member is lost.
+        step_timeout_s: seconds of computation for one call after which a member is lost.
     """
 
     def __init__(self, hosts: Hosts, *, patience_s: float, step_timeout_s: float) -> None:
@@ -126,55 +120,51 @@ class StageGroup:
         self.step_timeout_s = step_timeout_s
         self._inbox: Inbox = queue.SimpleQueue()
         self._calls = 0
-        self._asked: list[StageHandle] = []  # by the last call
-        self._answers: dict[int, Message] = {}  # to it, by number; empty so far
-        self._reports: list[tuple[StageHandle, Message]] = []  # of work that ended or failed
+        self._called: list[StageHandle] = []  # members of the last call
+        self._answers: dict[int, Message] = {}  # of the last call, by call number; {}: none yet
+        self._reports: list[tuple[StageHandle, Message]] = []  # about work that ended or failed
         self._next_ping = 0.0
         self._last_pump = 0.0
 
     def launch(self, count: int, avoid: Iterable[str] = ()) -> list[StageHandle]:
-        """Launch processes without layers, of the same versions as this one.
+        """Start processes without layers, and connect to them.
 
         Args:
-            avoid: machines that are of no use.
+            avoid: machines that must not be used.
 
         Raises:
-            NoHost: there is no machine for them.
-            StageGone: one has ended, or does not answer.
-            NotSupported: one of them runs other versions.
+            NoHost: no machine has room.
+            StageGone: a process has ended, or does not answer.
+            NotSupported: a process has other versions than this one.
         """
-        found: list[StageHandle] = []
+        launched: list[StageHandle] = []
         hosts = self.hosts.start(count, set(avoid))
         try:
             for host in hosts:
                 link = connect(host.address, self.hosts.key, {"role": "head"}, self.patience_s)
-                found.append(StageHandle(host, link, self._inbox))
-            answers = self.call("facts", found, patient=True)
-            for member, facts in zip(found, answers, strict=True):
+                launched.append(StageHandle(host, link, self._inbox))
+            answers = self.call("facts", launched, patient=True)
+            for member, facts in zip(launched, answers, strict=True):
                 member.facts = facts
-                self._check_versions(member)
-            self._prepare(found)
+                for name, ours in versions().items():
+                    if facts.get(name) != ours:
+                        raise NotSupported(
+                            f"{member.host.machine} has {name} {facts.get(name)}, but this machine has "
+                            f"{ours}: all machines of a cluster need the same"
+                        )
+            self._prepare(launched)
         except BaseException as error:
-            for member in found:
+            for member in launched:
                 member.give_up()
             for host in hosts:
                 host.kill()
             if isinstance(error, LinkLost | Refused):
                 raise StageGone(str(error)) from None
             raise
-        return found
+        return launched
 
     def _prepare(self, launched: list[StageHandle]) -> None:
-        """Tell new processes what they need to know first; errors as of `call`."""
-
-    def _check_versions(self, member: StageHandle) -> None:
-        for name, ours in versions().items():
-            theirs = member.facts.get(name)
-            if theirs != ours:
-                raise NotSupported(
-                    f"{member.host.machine} has {name} {theirs}, and this machine has {ours}: all "
-                    "machines of a cluster need the same"
-                )
+        """Initialize new processes before their first use; raises the errors of `call`."""
 
     @property
     def lost(self) -> list[StageHandle]:
@@ -184,28 +174,28 @@ class StageGroup:
         self,
         do: str,
         members: list[StageHandle] | None = None,
-        own: Iterable[Message] | None = None,
+        per_member: Iterable[Message] | None = None,
         *,
         patient: bool = False,
         meanwhile: Callable[[], object] = lambda: None,
         **fields: Any,
     ) -> list[Any]:
-        """Let stages make a call at the same time, and return their answers.
+        """Make a call on several members at the same time, and return their answers.
 
         Args:
-            members: which ones; None: all.
-            own: further fields for each of them.
-            fields: the arguments of all.
-            patient: what they do may take any time, as reading weights does.
-            meanwhile: called whenever something has come in; it may raise.
+            members: the members to call; None: all.
+            per_member: further arguments of each member.
+            fields: the arguments common to all.
+            patient: whether the call has no time limit, such as reading weights.
+            meanwhile: called repeatedly while answers are awaited; it may raise.
 
         Raises:
-            StageGone: one of them is lost.
-            VerbatimError: one could not do what was asked for.
+            StageGone: a member is lost.
+            VerbatimError: the call failed on a member.
         """
         members = self.members if members is None else members
-        self._asked, self._answers = members, {}
-        for member, more in zip(members, own or repeat({}, len(members)), strict=True):
+        self._called, self._answers = members, {}
+        for member, more in zip(members, per_member or repeat({}, len(members)), strict=True):
             self._calls += 1
             self._answers[self._calls] = {}
             member.send({"do": do, **fields, **more, "call": self._calls})
@@ -222,62 +212,58 @@ class StageGroup:
     def send_weights(
         self, do: str, new: NewWeights, names: Iterable[Iterable[str]], **fields: Any
     ) -> list[Any]:
-        """Send all members new weights, each those of its names, by a call for each piece of them.
-
-        Returns:
-            The answers to the last piece; errors as of `call`.
-        """
+        """Send each member the new weights of its names, in pieces; return the answers to the last call."""
         answers: list[Any] = []
         for pieces in zip_longest(*map(new.messages, names), fillvalue={}):
-            own = [{"tensors": piece} for piece in pieces]
-            answers = self.call(do, own=own, patient=True, **fields)
+            per_member = [{"tensors": piece} for piece in pieces]
+            answers = self.call(do, per_member=per_member, patient=True, **fields)
         return answers
 
-    def tell(self, do: str, members: Iterable[StageHandle], **fields: Any) -> None:
-        """Let stages make a call, and wait for no answer; mark those that can't be reached as lost."""
+    def notify(self, do: str, members: Iterable[StageHandle], **fields: Any) -> None:
+        """Make a call without waiting for answers; mark members that can't be reached as lost."""
         encoded = encode({"do": do, **fields})
-        # A stage without its work would hang up on the one that sends it hidden states.
+        # All or none: a stage without this work would close its connection to the stage before.
         with Shield().up():
             for member in members:
                 member.send(encoded)
 
     def check(self, members: Iterable[StageHandle] | None = None) -> None:
-        """Raise StageGone if one of these is lost; None: of all members."""
+        """Raise StageGone if one of `members` is lost (None: of all members)."""
         members = self.members if members is None else members
         if gone := [member for member in members if member.lost is not None]:
             raise StageGone("; ".join(map(str, gone)))
 
     def reports(self) -> list[tuple[StageHandle, Message]]:
-        """Return reports since the last call: work that has ended or failed."""
-        found, self._reports = self._reports, []
-        return found
+        """Return and clear the reports received so far, about work that ended or failed."""
+        received, self._reports = self._reports, []
+        return received
 
     def pump(self, timeout_s: float = _PING_S, *, patient: bool = False) -> None:
-        """Receive the next message, and ping the stages now and then."""
+        """Handle the next message if one arrives in time, and ping the members when it is due."""
         with suppress(queue.Empty):
-            self._take(*self._inbox.get(timeout=timeout_s), patient=patient)
+            self._handle(*self._inbox.get(timeout=timeout_s), patient=patient)
         now = time.monotonic()
         if now >= self._next_ping:
-            self._look_around(now, max(self.patience_s, _LOADING_S if patient else 0.0))
+            self._ping_members(now, max(self.patience_s, _LOADING_S if patient else 0.0))
 
-    def _look_around(self, now: float, patience_s: float) -> None:
-        # No message was read for a while: unread answers may be here, so no stage counts as late.
+    def _ping_members(self, now: float, patience_s: float) -> None:
+        # If no messages were read for a while, answers may be unread, so no member counts as silent.
         idle = now - self._last_pump > 2 * _PING_S + 0.5
         self._next_ping, self._last_pump = now + _PING_S, now
-        waited_for = [m for m in {*self.members, *self._asked} if m.lost is None]
+        waited_for = [m for m in {*self.members, *self._called} if m.lost is None]
         for member in waited_for:
-            if member.asked is None or idle:
-                member.asked = now
+            if member.pinged_at is None or idle:
+                member.pinged_at = now
                 member.send({"do": "ping"})
-            elif now - member.asked > patience_s:
-                member.lost = f"silent for {now - member.asked:.1f} s"
+            elif now - member.pinged_at > patience_s:
+                member.lost = f"silent for {now - member.pinged_at:.1f} s"
 
-    def _take(self, member: StageHandle, message: Message | str, *, patient: bool) -> None:
+    def _handle(self, member: StageHandle, message: Message | str, *, patient: bool) -> None:
         if isinstance(message, str):
             member.lost = member.lost or message
             return
-        member.asked = None  # it is there, whatever it says
-        if "busy_s" in message:  # a ping's answer
+        member.pinged_at = None  # any message shows that it is alive
+        if "busy_s" in message:  # the answer to a ping
             if message["busy_s"] > self.step_timeout_s and not patient:
                 member.lost = f"busy with one piece of work for {message['busy_s']:.1f} s"
         elif message.get("call") is None:
@@ -286,23 +272,23 @@ class StageGroup:
             self._answers[message["call"]] = message
 
     def close(self, process: int | None = None) -> None:
-        """End all stages.
+        """End all members.
 
         Args:
-            process: the one that they belong to; does nothing in a forked child of it.
+            process: id of the only process in which this has an effect, not in forked children; None: any.
         """
         if process in (None, os.getpid()):
             for member in self.members:
-                if member.lost is None:  # a program around the stage waits for this
-                    member.send({"do": "tell", "told": {"do": "close"}})
+                if member.lost is None:  # the rank's program waits for this message
+                    member.send({"do": "deliver", "message": {"do": "close"}})
                 member.give_up()
             self.hosts.close()
 
 
 def error_of(described: list[str], where: str) -> Exception:
-    """Return the error that a stage described."""
+    """Return the error that a member reported as its class name and text."""
     kind, text = described
-    known = _ERRORS.get(kind)
-    if known is not None:
-        return known(f"{text} ({where})")
+    for error_class in (*_ERRORS, MemoryError):
+        if error_class.__name__ == kind:
+            return error_class(f"{text} ({where})")
     return VerbatimError(f"{kind}: {text} ({where})")

@@ -1,4 +1,4 @@
-"""Sources of processes that serve a share of a model: this machine's, and what others must offer."""
+"""Sources of processes that serve a share of a model: the interface, and this machine's processes."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class NoHost(StageFailed):
 
 
 class Host(Protocol):
-    """A process somewhere that serves a share of a model."""
+    """A process, on any machine, that serves a share of a model."""
 
     address: Address
-    machine: str  # which of the machines it is on
+    machine: str  # name of the machine
 
     def kill(self) -> None:
-        """End it at once; does nothing if it has ended."""
+        """End the process at once; no effect if it has ended."""
         ...
 
 
 class Hosts:
-    """A source of such processes: of the given ones, such as ranks that the user started, or of new ones.
+    """A source of `Host` processes.
 
     Args:
-        key: the secret of the cluster.
-        prepared: processes for the next `start`.
+        key: the cluster's secret key.
+        prepared: existing processes, such as ranks started by the user; `start` uses them first.
     """
 
-    start_s = 120.0  # until a process listens: the first one imports torch and transformers
+    start_s = 120.0  # time limit of a start; the first process imports torch and transformers
 
     def __init__(self, key: bytes, prepared: Sequence[Any] = ()) -> None:
         self.key = key
@@ -43,20 +43,20 @@ class Hosts:
         self._prepared = list(prepared)
 
     def start(self, count: int, avoid: set[str]) -> list[Any]:
-        """Start processes, spread over all machines except those to avoid.
+        """Start processes on all machines except `avoid`, evenly; return them when they listen.
 
         Raises:
-            NoHost: they can't be had.
+            NoHost: there are not enough machines or processes.
         """
         avoid, hosts, deadline = set(avoid), list[Any](), time.monotonic() + self.start_s
         usable = [h for h in self._prepared if h.machine not in avoid and self.reachable(h)]
         for host in set(self._prepared).difference(usable):
             host.kill()
-        coming, self._prepared = usable[:count], usable[count:]
+        starting, self._prepared = usable[:count], usable[count:]
         try:
-            if len(coming) < count:
-                coming += self._create(count - len(coming), avoid, None)
-            for host in coming:  # more of them where one does not come
+            if len(starting) < count:
+                starting += self._create(count - len(starting), avoid, None)
+            for host in starting:  # grows: each process that fails is replaced
                 try:
                     self._wait(host, deadline)
                     hosts.append(host)
@@ -66,39 +66,37 @@ class Hosts:
                         if self.reachable(host):
                             raise
                         avoid.add(host.machine)
-                    if self._prepared:
-                        coming.append(self._prepared.pop(0))
-                    else:
-                        coming += self._create(1, avoid, None)
+                    spare, self._prepared = self._prepared[:1], self._prepared[1:]
+                    starting += spare or self._create(1, avoid, None)
         except NoHost:
-            for host in coming:
+            for host in starting:
                 host.kill()
             raise
         return hosts
 
     def prepare(self, count: int, model: dict[str, Any]) -> None:
-        """Start processes in the background for the next `start`, which inspect a model in advance.
+        """Start processes in the background for the next `start`, which inspect the model in advance.
 
         Args:
-            model: the fields of a `ModelSource`.
+            model: the fields of the `ModelSource`.
         """
         missing = count - len(self._prepared)
-        with suppress(NoHost):  # then there will be one when it is needed, or a message
+        with suppress(NoHost):  # then `start` tries again, and reports the error
             self._prepared += self._create(missing, set(), model) if missing > 0 else []
 
     def _create(self, count: int, avoid: set[str], model: dict[str, Any] | None) -> list[Any]:
-        """Begin to start processes, which inspect a model if given; NoHost if there is no machine."""
+        """Begin to start processes, which inspect `model`, if any; raise NoHost if there is no machine."""
         raise NoHost("ranks that the user started can't be replaced")
 
     def _wait(self, host: Any, deadline: float) -> None:
-        """Set the address of a process as soon as it listens; NoHost if it has ended, or is late."""
+        """Wait until a process listens, and set its address; raise NoHost if it ends or the time is over."""
 
     def machines(self) -> list[str]:
-        """Return all machines that are available now."""
+        """Return the names of all machines that are available now."""
         return [host.machine for host in self._hosts]
 
     def reachable(self, host: Any) -> bool:
-        """Return whether this host's machine is reachable."""
+        """Return whether the machine of a process is reachable."""
         return True
 
     def close(self) -> None:
@@ -108,12 +106,7 @@ class Hosts:
 
 
 class LocalHosts(Hosts):
-    """Starts processes on this machine.
-
-    Args:
-        key: the cluster's secret.
-        share: the `Served` that they run, as "module:class" of this package.
-    """
+    """Starts processes on this machine, which run `share`, a subclass of `Served`, as "module:class"."""
 
     def __init__(self, key: bytes, share: str = "stage_share:StageShare") -> None:
         super().__init__(key)

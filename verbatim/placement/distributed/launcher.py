@@ -1,7 +1,7 @@
-"""Worker processes on this machine: one interpreter imports everything once, and is forked for each worker.
+"""Worker processes on this machine: one interpreter imports all modules once, and is forked for each worker.
 
 `python -m verbatim.placement.distributed.launcher MODULE:FUNCTION` is that interpreter. It reads orders from
-stdin and reports on stdout, both as lines of JSON.
+stdin and writes reports to stdout, both as lines of JSON.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from typing import IO, Any
 
 from verbatim.errors import VerbatimError
 
-HOST = "127.0.0.1"  # where workers of this machine listen
-_KILL_S = 5.0  # until a killed worker is reaped
+HOST = "127.0.0.1"  # the address at which workers of this machine listen
+_KILL_S = 5.0  # time limit until a killed worker is reaped
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _log = logging.getLogger("verbatim.cluster")
 
 
 def worker_environment() -> dict[str, str]:
-    """Return the environment of a process that imports this package."""
+    """Return environment variables for a process that imports this package."""
     home = str(Path(__file__).parents[3])
     path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     return {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path}
 
 
 class WorkerProcess:
-    """A process that a `Launcher` has forked, or is about to.
+    """A process that a `Launcher` has forked or is about to fork.
 
     Attributes:
-        pid: None until it is forked.
-        message: what it reported by `report`; None so far.
-        returncode: as of `subprocess.Popen`; None while it runs.
-        address: where it listens, of one that serves others.
+        pid: process id; None until the process is forked.
+        message: the value sent by `report`; None until then.
+        returncode: exit code as in `subprocess.Popen`; None while the process runs.
+        address: the address at which it listens, if it is a server.
     """
 
     machine = HOST
@@ -59,11 +59,7 @@ class WorkerProcess:
         self._launcher = launcher
 
     def wait_for_message(self, deadline: float) -> Any:
-        """Return `message` as soon as it is there, by `time.monotonic`.
-
-        Raises:
-            VerbatimError: it has ended before, or is late.
-        """
+        """Return `message`; raise VerbatimError if the process ends without one, or `deadline` is over."""
         changed = self._launcher.changed
         with changed:
             changed.wait_for(
@@ -71,23 +67,23 @@ class WorkerProcess:
                 max(0.0, deadline - time.monotonic()),
             )
         if self.message is None:
-            ended = "it is late" if self.returncode is None else self.ended
-            raise VerbatimError(f"no worker process came up on this machine: {ended}")
+            ended = "no answer in time" if self.returncode is None else self.ended
+            raise VerbatimError(f"no worker process started on this machine: {ended}")
         return self.message
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for its end; return whether it has ended."""
+        """Wait until the process ends; return whether it has ended."""
         with self._launcher.changed:
             return self._launcher.changed.wait_for(lambda: self.returncode is not None, timeout_s)
 
     @property
     def ended(self) -> str:
-        """Describe how it ended."""
+        """The signal or exit status with which the process ended, as text."""
         code = self.returncode or 0
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
     def kill(self) -> None:
-        """End it at once; harmless where it has ended."""
+        """End the process at once; no effect if it has ended."""
         if self.returncode is None:
             self._launcher.order({"kill": self.number})
             if not self.wait(_KILL_S):
@@ -98,8 +94,8 @@ class Launcher:
     """Forks workers that call one function. All of them end with this process.
 
     Args:
-        target: "module:function", or "module:class.method"; called with the keywords of `start` and
-            `report`, a function that sends one short JSON value to `WorkerProcess.message`.
+        target: "module:function" or "module:class.method"; called with the arguments of `start`, and with
+            `report`, a function that sets `WorkerProcess.message` to a short JSON value.
     """
 
     def __init__(self, target: str) -> None:
@@ -122,13 +118,9 @@ class Launcher:
         threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True).start()
 
     def start(self, **arguments: Any) -> WorkerProcess:
-        """Fork a worker; returns at once.
-
-        Args:
-            arguments: keywords of the function, which JSON can carry.
-        """
+        """Begin to fork a worker, with keyword arguments of the target that JSON can represent."""
         with self.changed:
-            if self._ended:  # it was killed, and all workers with it
+            if self._ended:  # the interpreter was killed, and all workers with it
                 self.close()
                 self._launch()
             worker = WorkerProcess(len(self._workers), self)
@@ -137,14 +129,14 @@ class Launcher:
         return worker
 
     def order(self, order: dict[str, Any]) -> None:
-        """Tell the interpreter that forks."""
+        """Send an order to the interpreter that forks."""
         assert self._process.stdin is not None
         with self.changed:
             try:
                 self._process.stdin.write(json.dumps(order).encode() + b"\n")
                 self._process.stdin.flush()
             except (OSError, ValueError):
-                pass  # it has ended, and so have all workers
+                pass  # the interpreter has ended, and all workers with it
 
     def _listen(self, stdout: IO[bytes]) -> None:
         for line in stdout:
@@ -172,7 +164,7 @@ class Launcher:
             try:
                 pipe.close()
             except OSError:
-                pass  # an order that was never read
+                pass  # the last order was never read
 
 
 def _report(worker: int, pipe: int = 1, **facts: Any) -> None:
@@ -188,10 +180,10 @@ def main() -> None:
     """Fork workers until the process that started this one is gone."""
     module, _, name = sys.argv[1].partition(":")
     target: Callable[..., object] = attrgetter(name)(importlib.import_module(module))
-    gc.freeze()  # a worker's collections look at none of this, and copy none of its memory
+    gc.freeze()  # workers' garbage collections then don't touch (and copy) these pages
     prctl, launcher = ctypes.CDLL(None).prctl, os.getpid()
-    workers: dict[int, int] = {}  # pid to number, of those that run or are not yet reaped
-    # Signals only wake the loop. So a pid in `workers` can't become another process's meanwhile.
+    workers: dict[int, int] = {}  # the number of each worker that is not reaped yet, by pid
+    # Workers are reaped in this loop only, so no pid in `workers` is ever reused by another process.
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -207,10 +199,10 @@ def main() -> None:
                     _report(workers.pop(pid), returncode=os.waitstatus_to_exitcode(status))
         if 0 not in ready:
             continue
-        got = os.read(0, 65536)
-        if not got:
+        data = os.read(0, 65536)
+        if not data:
             os._exit(0)
-        *lines, unread = (unread + got).split(b"\n")
+        *lines, unread = (unread + data).split(b"\n")
         for order in map(json.loads, lines):
             if "kill" in order:
                 for pid, number in workers.items():
@@ -225,8 +217,8 @@ def main() -> None:
                 for pipe in (woken, wake):
                     os.close(pipe)
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the launcher, also if stopped
-                if os.getppid() != launcher:  # which has ended before
+                prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the launcher, even if stopped
+                if os.getppid() != launcher:  # it ended before the prctl
                     os._exit(0)
                 _run(target, number, order["arguments"])
             workers[pid] = number
@@ -234,10 +226,10 @@ def main() -> None:
 
 
 def _run(target: Callable[..., object], number: int, arguments: dict[str, Any]) -> None:
-    """Call the worker's function, and end the process."""
+    """Call the target in a worker, and end the process."""
     status = 1
     out = os.dup(1)
-    os.dup2(2, 1)  # whatever a library prints is no report
+    os.dup2(2, 1)  # output of libraries must not mix with reports
 
     try:
         target(**arguments, report=lambda message: _report(number, out, message=message))
@@ -249,7 +241,7 @@ def _run(target: Callable[..., object], number: int, arguments: dict[str, Any]) 
 
         traceback.print_exc()
     finally:
-        # Nothing here is worth the seconds that an orderly end of torch and gloo takes.
+        # An orderly shutdown of torch and gloo would take seconds.
         os._exit(status)
 
 

@@ -1,7 +1,7 @@
-"""Connections between the processes of a model, which know each other by a secret key.
+"""Connections between the processes of a model, authenticated by a secret key.
 
-Before either side reads a message of the other, both prove that they know the key (HMAC-SHA256 over the
-other's random bytes). Then the caller says who it is, and is welcomed, or gets the reason why not.
+Before either side reads a message from the other, both prove that they know the key (HMAC-SHA256 over the
+other side's nonce). Then the caller describes itself, and receives "welcome" or the reason for a refusal.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from verbatim.placement.distributed.wire import (
 PROTOCOL = 3
 _GREETING = b"verbatim-cluster-%d\n" % PROTOCOL
 _NONCE = 32
-_SHAKE_S = 10.0
-_HAS_NAMES = sys.platform == "linux"  # Unix sockets that are in no folder
-_MAX_STRANGERS = 64  # who may be shaking hands at once
-_SAY_S = 10.0  # in which a message has to be on its way, or the other side is taken for dead
-_AHEAD = 1 << 16  # bytes that are sent, or read, by one call to the system
-_AT_ONCE = 1 << 26  # bytes
-_SILENT_S = 2  # without data, until `fill` sends an empty message
+_HANDSHAKE_TIMEOUT_S = 10.0
+_HAS_NAMES = sys.platform == "linux"  # whether Unix sockets have abstract names
+_MAX_HANDSHAKES = 64  # maximum concurrent handshakes
+_SEND_TIMEOUT_S = 10.0  # time without progress of a send after which the other side counts as dead
+_READ_AHEAD = 1 << 16  # bytes of the read buffer; shorter messages are sent by one system call
+_FIRST_READ = 1 << 26  # maximum bytes allocated before data arrives
+_PROBE_S = 2  # seconds without data after which `receive_into` sends an empty message
 _EMPTY = b"".join(encode({}))
 _CLOSED = "the connection is lost: the other side has closed it"
 
@@ -46,85 +46,84 @@ Address = tuple[str, int]
 
 
 class LinkLost(VerbatimError):
-    """The other side is gone, or can't be reached."""
+    """The other side has closed the connection, or can't be reached."""
 
 
 class CutOff(LinkLost):
-    """The network is cut: the other side has not closed the connection, and acknowledges nothing."""
+    """The network is cut: the other side no longer acknowledges data, but has not closed the connection."""
 
 
 class Refused(VerbatimError):
-    """The other side refused the connection, or is not the right one; the message has the reason."""
+    """The other side refused the connection, or failed the handshake; the message has the reason."""
 
 
 class Link:
-    """Messages both ways, over TCP; over a Unix socket, which is faster, between processes of one machine.
+    """A two-way connection for messages, over TCP, or over a Unix socket (faster) within one machine.
 
-    One thread at a time may receive, any may send.
+    Only one thread at a time may receive; any thread may send.
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        if connection.family in (socket.AF_INET, socket.AF_INET6):
+        self._is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+        if self._is_tcp:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
         self._sending = threading.Lock()
-        # It reads ahead, so that a small message is one call to the system.
-        self._reader = io.BufferedReader(socket.SocketIO(connection, "rb"), _AHEAD)
-        self.limit_sending(_SAY_S)
+        # Reads ahead, so that a small message takes one system call.
+        self._reader = io.BufferedReader(socket.SocketIO(connection, "rb"), _READ_AHEAD)
+        self.limit_sending(_SEND_TIMEOUT_S)
 
     def limit_sending(self, seconds: float) -> None:
-        """Take the other side for dead when it accepts nothing for so long."""
+        """Limit how many seconds a send waits for the other side before the connection is closed."""
         connection, whole = self._connection, max(1, int(seconds))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", whole, 0))
-        if connection.family in (socket.AF_INET, socket.AF_INET6) and hasattr(
-            socket, "TCP_USER_TIMEOUT"
-        ):  # what was sent and isn't acknowledged in it
+        if self._is_tcp and hasattr(socket, "TCP_USER_TIMEOUT"):  # until sent data is acknowledged
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * whole)
 
     def detect_cuts(self) -> None:
-        """Let `fill` send an empty message while nothing comes: else it would wait forever after a cut."""
-        limit = struct.pack("ll", _SILENT_S, 0)
+        """Let `receive_into` send empty messages while it waits; after a cut, it would wait forever."""
+        limit = struct.pack("ll", _PROBE_S, 0)
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def shake_hands(self, key: bytes, role: bytes, other: bytes) -> None:
-        """Prove to the other side that this one knows the key, and check that it does, too.
+        """Perform the handshake: prove knowledge of the key, and check the other side's proof.
 
         Args:
-            role, other: what either side is, so that a proof can't be sent back.
+            role, other: roles of this and the other side; they are in the proofs to prevent reflection.
 
         Raises:
-            Refused: it speaks another protocol, or has another key.
-            LinkLost, OSError: it is gone, or silent.
+            Refused: the other side speaks another protocol, or has another key.
+            LinkLost, OSError: the other side is gone, or does not answer.
         """
         ours, connection = secrets.token_bytes(_NONCE), self._connection
         connection.sendall(_GREETING + ours)
-        greeting, known = self._take(len(_GREETING)), _GREETING.decode().rstrip()
+        greeting, protocol = self._read(len(_GREETING)), _GREETING.decode().rstrip()
         if greeting != _GREETING:
             if greeting.startswith(b"verbatim-cluster-"):
                 theirs = greeting.decode(errors="replace").rstrip()
-                raise Refused(f"it speaks {theirs}, and this side {known}")
-            raise Refused(f"it does not speak {known}")
-        nonce = self._take(_NONCE)
+                raise Refused(f"it speaks {theirs}, but this side {protocol}")
+            raise Refused(f"it does not speak {protocol}")
+        nonce = self._read(_NONCE)
         connection.sendall(hmac.digest(key, role + nonce + ours, "sha256"))
         expected = hmac.digest(key, other + ours + nonce, "sha256")
-        if not hmac.compare_digest(self._take(_NONCE), expected):
+        if not hmac.compare_digest(self._read(_NONCE), expected):
             raise Refused("it does not know the cluster's key")
 
     def send(self, message: Mapping[str, Any] | list[Buffer]) -> None:
-        """Send one message whole; it may be encoded already.
+        """Send a message, which may already be encoded, without interleaving others.
 
         Raises:
-            LinkLost: the other side is gone, or takes nothing.
+            LinkLost: the other side is gone, or accepts no data.
         """
         buffers = encode(message) if isinstance(message, Mapping) else message
-        if sum(map(len, buffers)) < _AHEAD:
+        if sum(map(len, buffers)) < _READ_AHEAD:
             buffers = [b"".join(buffers)]
         with self._sending:
             for buffer in buffers:
-                self.put(buffer)
+                self.send_raw(buffer)
 
-    def put(self, buffer: Buffer) -> None:
-        """Send bytes that are no message; errors as of `send`."""
+    def send_raw(self, buffer: Buffer) -> None:
+        """Send raw bytes outside of a message; raises the errors of `send`."""
         try:
             self._connection.sendall(buffer)
         except OSError as error:
@@ -132,11 +131,11 @@ class Link:
             why = "nothing is accepted" if isinstance(error, BlockingIOError) else error
             raise LinkLost(f"the connection is lost: {why}") from None
 
-    def fill(self, buffer: memoryview) -> None:
-        """Wait for bytes that are no message; there must be no message before them.
+    def receive_into(self, buffer: memoryview) -> None:
+        """Receive raw bytes into `buffer`; no message may be pending before them.
 
         Raises:
-            CutOff: the network is cut; found only after `detect_cuts`.
+            CutOff: the network is cut; detected only after `detect_cuts`.
             LinkLost: the other side is gone.
         """
         try:
@@ -153,37 +152,38 @@ class Link:
             closed = isinstance(error, ConnectionError) or self._connection.fileno() < 0
             raise (LinkLost if closed else CutOff)(f"the connection is lost: {error}") from None
 
-    def receive(self, most: int | None = None) -> dict[str, Any]:
+    def receive(self, max_bytes: int | None = None) -> dict[str, Any]:
         """Wait for the next message, and return it.
 
         Args:
-            most: bytes that it may have; what is larger is not read.
+            max_bytes: maximum bytes of the message; a larger one is not read. None: no limit.
 
         Raises:
             LinkLost: the other side is gone.
-            Garbage: it does not speak our language, or the message is larger.
+            Garbage: the data is not a message, or the message is too large.
         """
         try:
-            header_size, array_size = sizes(self._take(PREFIX.size))
-            if most is not None and header_size + array_size > most:
+            header_size, array_size = sizes(self._read(PREFIX.size))
+            if max_bytes is not None and header_size + array_size > max_bytes:
                 raise Garbage(
-                    f"a message has {header_size + array_size:,} bytes, and at most {most:,} were announced"
+                    f"a message has {header_size + array_size:,} bytes, and at most {max_bytes:,} "
+                    "were announced"
                 )
-            return decode(self._take(header_size), self._take(array_size))
+            return decode(self._read(header_size), self._read(array_size))
         except OSError as error:
             raise LinkLost(f"the connection is lost: {error}") from None
 
-    def _take(self, count: int) -> bytearray:
-        """Return the next bytes, in memory that is allocated as they arrive, since `count` may be a lie."""
-        found = bytearray(min(count, _AT_ONCE))
-        self._fill(found)
-        while len(found) < count:
-            more = bytearray(min(count - len(found), len(found)))
-            self._fill(more)
-            found += more
-        return found
+    def _read(self, count: int) -> bytearray:
+        """Return the next `count` bytes; memory is allocated as they arrive, as `count` is not trusted."""
+        data = bytearray(min(count, _FIRST_READ))
+        self._read_into(data)
+        while len(data) < count:
+            chunk = bytearray(min(count - len(data), len(data)))
+            self._read_into(chunk)
+            data += chunk
+        return data
 
-    def _fill(self, buffer: bytearray) -> None:
+    def _read_into(self, buffer: bytearray) -> None:
         if self._reader.readinto(buffer) < len(buffer):
             raise LinkLost(_CLOSED)
 
@@ -192,7 +192,7 @@ class Link:
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         if (descriptor := self._connection.detach()) >= 0:
-            # Not earlier: a thread that is about to use the number must not meet another file.
+            # Closed only with this object, as another thread may still use the descriptor's number.
             weakref.finalize(self, os.close, descriptor)
 
 
@@ -200,11 +200,10 @@ class Listener:
     """Listens for the other processes of a cluster.
 
     Args:
-        key: the cluster's secret.
-        host: the address to listen at.
-        accept: called with who it is (what the other side said to `connect`) and the link, in a thread of
-            its own. It returns what serves the link once the other side is welcomed; or raises a
-            VerbatimError, which the other side is told, and the link is closed.
+        key: the cluster's secret key.
+        host: the address to listen on.
+        accept: called in a separate thread with the caller's description (`who` of `connect`) and the link.
+            Returns a function that serves the link after the welcome; any error refuses the caller.
     """
 
     def __init__(
@@ -215,22 +214,22 @@ class Listener:
     ) -> None:
         self._key = key
         self._accept = accept
-        self._room = threading.Semaphore(_MAX_STRANGERS)
+        self._handshakes = threading.Semaphore(_MAX_HANDSHAKES)
         self._sockets = [socket.create_server((host, 0), backlog=64)]
         self.port: int = self._sockets[0].getsockname()[1]
         if _HAS_NAMES:
-            near = socket.socket(socket.AF_UNIX)
+            unix = socket.socket(socket.AF_UNIX)
             try:
-                near.bind(_name((host, self.port), key))
-                near.listen(64)
-                self._sockets.append(near)
+                unix.bind(_socket_name((host, self.port), key))
+                unix.listen(64)
+                self._sockets.append(unix)
             except OSError:
-                near.close()  # where that is forbidden, all come by TCP
+                unix.close()  # not permitted: all connect over TCP
         for listening in self._sockets:
-            own = threading.Thread(
+            thread = threading.Thread(
                 target=self._listen, args=(listening,), name="verbatim-listener", daemon=True
             )
-            own.start()
+            thread.start()
 
     def close(self) -> None:
         """Stop listening."""
@@ -245,37 +244,38 @@ class Listener:
                 connection, _ = listening.accept()
             except OSError:
                 return
-            if not self._room.acquire(blocking=False):
+            if not self._handshakes.acquire(blocking=False):
                 connection.close()
                 continue
-            threading.Thread(target=self._welcome, args=(connection,), daemon=True).start()
+            threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
 
-    def _welcome(self, connection: socket.socket) -> None:
+    def _admit(self, connection: socket.socket) -> None:
         try:
-            connection.settimeout(_SHAKE_S)
+            connection.settimeout(_HANDSHAKE_TIMEOUT_S)
             link = Link(connection)
-            link.shake_hands(self._key, b"door", b"caller")
+            link.shake_hands(self._key, b"listener", b"caller")
             who = link.receive()
             connection.settimeout(None)
         except (OSError, VerbatimError):
             connection.close()
             return
         finally:
-            self._room.release()
+            self._handshakes.release()
         try:
             serve, answer = self._accept(who, link), "welcome"
         except Exception as error:
             serve, answer = link.close, str(error)
-        with suppress(LinkLost):  # who serves it notices
+        with suppress(LinkLost):  # noticed by the function that serves it
             link.send({"answer": answer})
         serve()
 
 
 def connect(address: Address, key: bytes, who: Mapping[str, Any], timeout_s: float) -> Link:
-    """Connect to the listener at `address`, which welcomes this side; `who` describes it.
+    """Connect to the listener at `address`, and wait for its welcome.
 
     Args:
-        timeout_s: of each step of that.
+        who: the description of this side.
+        timeout_s: time limit of each read and write.
 
     Raises:
         LinkLost: there is no answer.
@@ -283,11 +283,11 @@ def connect(address: Address, key: bytes, who: Mapping[str, Any], timeout_s: flo
     """
     host, port = address
     try:
-        connection = _connected(address, key, timeout_s)
+        connection = _open_socket(address, key, timeout_s)
         try:
             connection.settimeout(timeout_s)
             link = Link(connection)
-            link.shake_hands(key, b"caller", b"door")
+            link.shake_hands(key, b"caller", b"listener")
             link.send(who)
             answer = link.receive().get("answer")
             if answer != "welcome":
@@ -298,26 +298,26 @@ def connect(address: Address, key: bytes, who: Mapping[str, Any], timeout_s: flo
             raise
     except Refused as error:
         raise Refused(f"{host}:{port}: {error}") from None
-    except (OSError, ValueError, LinkLost, Garbage) as error:  # ValueError: of the host "a..b"
+    except (OSError, ValueError, LinkLost, Garbage) as error:  # ValueError: the host "a..b"
         raise LinkLost(f"no connection to {host}:{port}: {error}") from None
     return link
 
 
-def _connected(address: Address, key: bytes, timeout_s: float) -> socket.socket:
-    """Return a connected socket, a Unix socket if the listener is on this machine."""
+def _open_socket(address: Address, key: bytes, timeout_s: float) -> socket.socket:
+    """Return a connected socket: a Unix socket if the listener is on this machine, else TCP."""
     if _HAS_NAMES:
-        near = socket.socket(socket.AF_UNIX)
+        unix = socket.socket(socket.AF_UNIX)
         try:
-            near.settimeout(timeout_s)
-            near.connect(_name(address, key))
-            return near
+            unix.settimeout(timeout_s)
+            unix.connect(_socket_name(address, key))
+            return unix
         except OSError:
-            near.close()
+            unix.close()
     return socket.create_connection(address, timeout=timeout_s)
 
 
-def _name(address: Address, key: bytes) -> bytes:
+def _socket_name(address: Address, key: bytes) -> bytes:
     """Return the abstract name of a port's Unix socket, which can't be guessed without the key."""
     host, port = address
-    known = hmac.digest(key, f"near {host}:{port}".encode(), "sha256")
-    return b"\0verbatim-" + known.hex().encode()
+    digest = hmac.digest(key, f"near {host}:{port}".encode(), "sha256")
+    return b"\0verbatim-" + digest.hex().encode()

@@ -1,4 +1,4 @@
-"""Opening of a model in stages."""
+"""Opens a model in pipeline stages, or on several ranks."""
 
 from __future__ import annotations
 
@@ -7,74 +7,86 @@ import os
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
+import torch
+
+from verbatim.batch import dummy_batch
 from verbatim.errors import InvalidRequest, OutOfBlocks
 from verbatim.model.early_exit import EarlyExit
-from verbatim.model.mtp_source import Mtp, mtp_size
-from verbatim.model.spec import inner_model
-from verbatim.placement.distributed.choice import Cluster
+from verbatim.placement.distributed.choice import Cluster, PipelineParallel, TensorParallel
+from verbatim.placement.distributed.columns import own_layers
+from verbatim.placement.distributed.exchange import meeting_place
 from verbatim.placement.distributed.group import StageHandle
 from verbatim.placement.distributed.hosts import Hosts, LocalHosts
-from verbatim.placement.distributed.plan import LayerSizes, kv_sizes
+from verbatim.placement.distributed.launcher import HOST
+from verbatim.placement.distributed.ranks import (
+    Following,
+    FollowingRunner,
+    Leading,
+    RankHost,
+    describe_runner,
+    exchange,
+    meet,
+    other_ranks,
+)
 from verbatim.placement.distributed.ray_hosts import RayHosts
 from verbatim.placement.distributed.runner import Clustered
-from verbatim.placement.distributed.served import describe_draft
-from verbatim.placement.distributed.split import Split
+from verbatim.placement.distributed.served import Served, check_keys, describe_draft
+from verbatim.placement.distributed.split import LayerSizes, Split
 from verbatim.placement.distributed.stage_line import StageLine
-from verbatim.placement.distributed.stage_share import LIMITS
+from verbatim.placement.distributed.stage_share import LIMITS, StageShare
+from verbatim.placement.distributed.tensor import LeadingRank, RankGroup, RankShare
 from verbatim.placement.distributed.wire import Message
-from verbatim.placement.options import EngineOptions, Placed, ToOpen
+from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, OpenRequest, Placed
 from verbatim.weights.identity import fingerprint
 
-_ALIKE = 0.7  # of a machine's speed
-_FEWEST = 2  # stages by default
+_SAME_SPEED = 0.7  # speeds from this fraction of the highest count as equal
+_MIN_STAGES = 2  # by default
 
 
-def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
-    """Open a model in stages.
+def open_cluster(model: OpenRequest, cluster: Cluster) -> Placed:
+    """Open a model in pipeline stages.
 
     Raises:
-        UnsupportedModel: its layers can't be cut apart.
-        NotSupported: an address without Ray, machines that would give other bits, or no MTP layers.
+        UnsupportedModel: the model can't be cut between layers.
+        NotSupported: Ray is not installed, machines would compute different bits, or MTP layers are missing.
         StageFailed: there are no machines, or a stage was lost meanwhile.
-        OutOfBlocks: the model or one block has no room.
+        OutOfBlocks: the memory does not hold the model and one block.
     """
     loaded, source, options, limit, draft = model
     with ExitStack() as undo:
         if cluster.hosts is not None:
             undo.callback(cluster.hosts.close)
         split = Split(loaded)
-        described = describe_draft(draft)
-        first, last, everywhere = split.outside_bytes(draft)
-        if isinstance(draft, Mtp):
-            assert loaded.folder is not None
-            last += mtp_size(inner_model(loaded.module), loaded.folder, draft.beside)[1]
-        cuts, spills = tuple(split.cuts), cluster.offload is not None
-        layout = LayerSizes(tuple(split.layer_bytes), (first, last), everywhere, cuts, spills)
+        draft_fields = describe_draft(draft)
+        layout = split.sizes(draft, spills=cluster.offload is not None)
         _check(cluster, layout)
         hosts: Any = cluster.hosts
         if hosts is None:
             hosts = _hosts(cluster.address)
             undo.callback(hosts.close)
-        told: Message = {
+        arguments: Message = {
             "source": source,
             "options": options,
             "limit": limit,
-            "draft": described,
+            "draft": draft_fields,
             "offload": cluster.offload,
         }
-        group = StageLine(hosts, cluster, layout, told, fingerprint(loaded))
+        group = StageLine(hosts, cluster, layout, arguments, fingerprint(loaded))
         undo.callback(group.close)
-        stages = _count(cluster, layout, hosts)
+        stages = len(cluster.layers or ()) or cluster.stages
+        if stages is None:
+            stages = min(len(layout.cuts) + 1, max(_MIN_STAGES, len(hosts.machines())))
         members = group.members = group.launch(stages)
         ranges = _ranges(cluster, layout, members)
         if isinstance(draft, EarlyExit) and (draft.layers or 0) > ranges[0][1]:
             raise InvalidRequest(
-                f"draft={draft!r}: the first stage holds {ranges[0][1]} layers, and drafts with these alone"
+                f"draft={draft!r}: the first stage holds {ranges[0][1]} layers, and can draft "
+                "only with these"
             )
         for index, member in enumerate(members):
             member.index = index
@@ -87,10 +99,10 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
         else:
             limits = [member.shape["limits"] for member in members]
             options, blocks, num_states = _joined_limits(options, limits)
-            # A stage that is opened again has the same room.
+            # A stage that is opened again receives the same memory.
             kv_bytes = blocks * options.block_size * sum(token_bytes)
             kv_bytes += num_states * sum(state_bytes)
-            told["options"] = replace(told["options"], kv_bytes=kv_bytes)
+            arguments["options"] = replace(arguments["options"], kv_bytes=kv_bytes)
         group.blocks = dict(num_blocks=blocks, num_states=num_states)
         group.allocate(members, members)
         group.connect()
@@ -101,7 +113,7 @@ def open_cluster(model: ToOpen, cluster: Cluster) -> Placed:
 
 
 def _hosts(address: str | None) -> Hosts:
-    """Return Ray's machines where there is a Ray cluster, and this machine otherwise."""
+    """Return the machines of a Ray cluster if there is one, otherwise this machine."""
     key = secrets.token_bytes(32)
     ray = sys.modules.get("ray")
     if address or os.environ.get("RAY_ADDRESS") or (ray is not None and ray.is_initialized()):
@@ -110,62 +122,189 @@ def _hosts(address: str | None) -> Hosts:
 
 
 def _check(cluster: Cluster, layout: LayerSizes) -> None:
-    """Refuse stages that this model can't be cut into, before any process is started."""
-    most = len(layout.cuts) + 1
-    if cluster.stages is not None and cluster.stages > most:
+    """Raise InvalidRequest if the model can't be cut into the requested stages."""
+    max_stages = len(layout.cuts) + 1
+    if cluster.stages is not None and cluster.stages > max_stages:
         raise InvalidRequest(
-            f"stages={cluster.stages}: the model can be cut into {most} stages at most"
+            f"stages={cluster.stages}: the model can be cut into {max_stages} stages at most"
         )
     if cluster.layers is None:
         return
     if sum(cluster.layers) != len(layout.layer_bytes):
         raise InvalidRequest(
-            f"layers={cluster.layers} are {sum(cluster.layers)}; the model has "
+            f"layers={cluster.layers} add up to {sum(cluster.layers)}; the model has "
             f"{len(layout.layer_bytes)} layers"
         )
     for cut in itertools.accumulate(cluster.layers[:-1]):
         if cut not in layout.cuts:
             raise InvalidRequest(
-                f"layers={cluster.layers}: the model can't be cut in front of layer {cut}; it can in "
-                f"front of {list(layout.cuts)}"
+                f"layers={cluster.layers}: the model can't be cut before layer {cut}; it can be "
+                f"cut before layers {list(layout.cuts)}"
             )
-
-
-def _count(cluster: Cluster, layout: LayerSizes, hosts: Hosts) -> int:
-    if cluster.layers is not None:
-        return len(cluster.layers)
-    if cluster.stages is not None:
-        return cluster.stages
-    return min(len(layout.cuts) + 1, max(_FEWEST, len(hosts.machines())))
 
 
 def _ranges(
     cluster: Cluster, layout: LayerSizes, members: list[StageHandle]
 ) -> list[tuple[int, int]]:
-    """Return each stage's range of layers: as given, or by memory and speed."""
+    """Return each stage's range of layers: as in `cluster`, else by memory and speed."""
     if cluster.layers is not None:
         return list(itertools.pairwise([0, *itertools.accumulate(cluster.layers)]))
-    on = Counter(member.memory_at for member in members)
-    room = [member.facts["memory"] / on[member.memory_at] for member in members]
-    speed = {at: max(m.facts["speed"] for m in members if m.memory_at == at) for at in on}
+    counts = Counter(member.memory_at for member in members)
+    room = [member.facts["memory"] / counts[member.memory_at] for member in members]
+    speed = {at: max(m.facts["speed"] for m in members if m.memory_at == at) for at in counts}
     fastest = max(speed.values())
-    # Small differences are noise, and the same machine should get the same layers the next time.
-    speed = {at: fastest if s > _ALIKE * fastest else s for at, s in speed.items()}
+    # Small differences are noise, and must not change the division between runs.
+    speed = {at: fastest if s > _SAME_SPEED * fastest else s for at, s in speed.items()}
     try:
         return layout.divide(room, [speed[member.memory_at] for member in members])
     except OutOfBlocks:
         if not layout.spills:
             raise
-        return layout.divide(
-            [layout.room(0)] * len(room), room
-        )  # about as much of each is on disks
+        # In proportion to memory, so that every stage has the same fraction on disk.
+        return layout.divide([layout.room(0)] * len(room), room)
+
+
+def kv_sizes(
+    options: EngineOptions,
+    limit: int | None,
+    memories: Sequence[tuple[Hashable, int]],
+    token_bytes: Sequence[int],
+    state_bytes: Sequence[int],
+) -> tuple[EngineOptions, int, int]:
+    """Return the options with the KV budget of all processes, and the numbers of blocks and state slots.
+
+    The default budget is for as many tokens as fit into `DEFAULT_KV_SHARE` of the smallest memory.
+
+    Args:
+        limit: maximum tokens of one sequence.
+        memories: for each process, a key of its memory, equal if processes share one, and its free bytes.
+        token_bytes: bytes of one token in the blocks of each process.
+        state_bytes: bytes of one slot of states in each process.
+
+    Raises:
+        OutOfBlocks: the memory doesn't hold one block, or the slots of one sequence.
+    """
+    token_total, state_total = sum(token_bytes), sum(state_bytes)
+    if options.kv_bytes is None:
+        needed, free = Counter[Hashable](), dict[Hashable, int]()
+        for (memory, nbytes), *each in zip(memories, token_bytes, state_bytes, strict=True):
+            needed[memory] += max(1, each[0] or each[1])
+            free[memory] = min(nbytes, free.get(memory, nbytes))
+        share = min(DEFAULT_KV_SHARE * free[memory] / needed[memory] for memory in needed)
+        options = replace(options, kv_bytes=int(share * needed.total()))
+    num_states = options.num_states(state_total)
+    return options, options.num_blocks(token_total, limit, num_states * state_total), num_states
 
 
 def _joined_limits(
     options: EngineOptions, limits: Sequence[Message]
 ) -> tuple[EngineOptions, int, int]:
-    """Return options, blocks and slots of states that all stages have room for."""
-    least: dict[str, int] = {name: min(stage[name] for stage in limits) for name in LIMITS}
+    """Return the options, blocks and state slots that fit on all stages."""
+    lowest: Message = {name: min(stage[name] for stage in limits) for name in LIMITS}
     states = [stage["num_states"] for stage in limits if stage["num_states"] is not None]
     blocks = min(stage["num_blocks"] for stage in limits)
-    return replace(options, **least), blocks, min(states, default=0)  # type: ignore[arg-type]
+    return replace(options, **lowest), blocks, min(states, default=0)
+
+
+def open_tensor_parallel(model: OpenRequest, choice: TensorParallel) -> Placed:
+    """Open a model with tensor parallelism: weights are split by columns.
+
+    Raises:
+        InvalidRequest, NotSupported: the number of ranks is not `choice.size`, or they are incompatible.
+        UnsupportedModel, ModelError: a rank can't open the model.
+        TierFailed: a rank is gone.
+        OutOfBlocks: `kv_memory` is too small.
+    """
+    rank, world, key = meet(choice.size)
+    if rank:
+        return _open_rank(rank, world, key, model.options, RankShare(model.loaded, model.source))
+    hosts = Hosts(key, other_ranks(world)) if world > 1 else LocalHosts(key, "tensor:RankShare")
+    group = RankGroup(hosts, choice.size, choice.timeout_s)
+    try:
+        group.start()
+        placed = Placed(_open_shares(group, model, choice), model.options)
+    except BaseException:
+        group.close()
+        raise
+    return placed if world == 1 else _with_followers(placed, group.members)
+
+
+def open_pipeline_parallel(model: OpenRequest, choice: PipelineParallel) -> Placed:
+    """Open a `Cluster` with a stage on each rank; raises the errors of `open_cluster`.
+
+    If the user started no ranks, processes are started on this machine.
+    """
+    cluster = Cluster(stages=choice.size, step_timeout_s=choice.timeout_s, offload=choice.offload)
+    rank, world, key = meet(choice.size)
+    if world == 1:
+        return open_cluster(model, replace(cluster, hosts=LocalHosts(key)))
+    if rank:
+        return _open_rank(rank, world, key, model.options, StageShare())
+    share = StageShare()
+    share.listen(key, HOST)
+    hosts = Hosts(key, [*other_ranks(world), RankHost(0, share.address, share)])
+    ranks = replace(cluster, hosts=hosts, spares=0)
+    placed = open_cluster(model, ranks)
+    return _with_followers(placed, cast(Clustered, placed.runner).group.members[:-1])
+
+
+def _with_followers(placed: Placed, others: list[StageHandle]) -> Placed:
+    """Make rank 0, which has opened the model, the leader of the other ranks started by the user."""
+    runner: Any = placed.runner
+    collective = Leading(runner.group, others)
+    try:
+        collective.broadcast(describe_runner(runner))
+    except BaseException:
+        runner.close()
+        raise
+    return replace(placed, collective=collective)
+
+
+def _open_rank(rank: int, world: int, key: bytes, options: EngineOptions, share: Served) -> Placed:
+    """Open the model on a rank other than 0, started by the user."""
+    share.listen(key, HOST)
+    collective = Following(share)
+    try:
+        exchange(rank, world, str(share.address[1]))
+        runner: Any = FollowingRunner(collective, collective.wait())
+        return Placed(runner, options, collective)
+    except BaseException:
+        collective.close()
+        raise
+
+
+def _open_shares(group: RankGroup, model: OpenRequest, choice: TensorParallel) -> LeadingRank:
+    """Open the shares of all ranks; return the runner of rank 0."""
+    loaded, source, options, limit, draft = model
+    size = choice.size
+    num_threads = options.num_threads or max(1, torch.get_num_threads() // size)
+    order: Message = {
+        "source": source,
+        "options": replace(options, num_threads=num_threads),
+        "size": size,
+        "timeout_s": choice.timeout_s,
+        "draft": describe_draft(draft),
+    }
+    share = RankShare(loaded, source)
+    share.group = group
+    with meeting_place(size) as order["meeting"], ExitStack() as undo:
+        undo.callback(share.close)
+        key = share.open(**order, rank=0)["key"]
+        others = group.ask("open", [{"rank": rank} for rank in range(1, size)], **order)
+        keys = [key, *(answer["key"] for answer in others)]
+        check_keys((f"rank {rank}", key) for rank, key in enumerate(keys))
+        group.call_all("share", share.share)
+        spec = share.decoder.spec
+        heads = [own_layers(spec.layers, spec.query_heads, rank, size) for rank in range(size)]
+        token_bytes = [options.token_bytes(spec, share.draft_layers, layers) for layers in heads]
+        state_bytes = [sum(state.nbytes for state in spec.states)] * size
+        free = [(m["device"], m["memory"]) for m in (share.memory(), *group.ask("memory"))]
+        _, blocks, num_states = kv_sizes(options, limit, free, token_bytes, state_bytes)
+        other_memory = group.ask("allocate", num_blocks=blocks, num_states=num_states)
+        own_memory = share.allocate(blocks, num_states)
+        runner = cast(LeadingRank, share.runner)
+        runner.memory = [own_memory, *other_memory]
+        runner.forward(dummy_batch())  # so that problems between ranks show now
+        runner.num_forwards = 0
+        undo.pop_all()
+    return runner

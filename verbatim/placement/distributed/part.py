@@ -1,10 +1,10 @@
-"""A part of a model: a contiguous range of its layers, which runs batches bit for bit as the model does.
+"""A part of a model: a contiguous range of its layers, with outputs bit-identical to those in the model.
 
-The module is whole but for its layers: those of other parts are shells. Its own code runs around them, so
-that rotary embeddings, masks and whatever else it makes of ids and positions are the model's own. The
-hidden states from the part before are put in the place of those that enter the first own layer; those that
-would enter the first layer of the part behind leave, and the forward ends there. What is computed from
-weights of other parts on the way is NaN, and thrown away.
+The module is complete except for the layers of other parts, which are empty shells. The model's own code runs
+around the layers, and computes rotary embeddings, masks and anything else that depends on ids and positions.
+The input of the first layer is replaced by the hidden states received from the previous part. The forward
+ends at the first layer of the next part; the input of that layer is the output. Values computed from weights
+of other parts are NaN, and discarded.
 """
 
 from __future__ import annotations
@@ -21,59 +21,59 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.batch import Batch
-from verbatim.device import CPU, Device
+from verbatim.common.heap import release_free_memory
 from verbatim.errors import UnsupportedModel
-from verbatim.heap import give_back_freed
 from verbatim.model.context import active_context
 from verbatim.model.decoder import Decoder
+from verbatim.model.device import CPU, Device
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.early_exit import EarlyExit, copy_path, open_draft_layers
 from verbatim.model.loader import Checkpoint, LoadedModel
 from verbatim.model.mtp_source import Mtp
-from verbatim.model.packed import drop_weights, weight_bytes
+from verbatim.model.quantized import drop_weights, weight_bytes
 from verbatim.model.spec import inner_model
 from verbatim.options import dtype_name
 from verbatim.placement.distributed.split import Split, hidden_of, hollow_copy
-from verbatim.placement.offload.tiers import Tiers
+from verbatim.placement.offload.runner import Tiers
 from verbatim.weights.files import read_whole
 from verbatim.weights.load import load_weights
 
-_ALIGNED = 64  # bytes; what torch's own products may round differently without
-_STAND_INS = 64  # rows of made-up hidden states for trials
+_ALIGNED = 64  # bytes; without this alignment, torch's matrix products may round differently
+_TRIAL_ROWS = 64  # rows of random hidden states for trials
 
 
-class _Left(BaseException):
-    """Carries hidden states out of a forward; a `BaseException`, so that no model's code catches it."""
+class _ForwardEnd(BaseException):
+    """Ends a forward and carries its hidden states; a `BaseException`, so that model code can't catch it."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
 
 
 class Part:
-    """Layers `first` to `end` (exclusive) of a skeleton, with their own weights read.
+    """Layers `first` to `end` (exclusive) of a model, with their weights.
 
     Args:
-        skeleton: of the whole model; left as it is, so that other parts can be made of it.
-        split: of this skeleton, where it is there already.
-        device: where it computes, and holds its weights.
-        draft: layers of the model that draft, if they are here: MTP layers are behind the last layer, and
-            need the embedding; the first layers exit early, and need what follows the last one.
-        place: reads its weights, with these MTP layers beside them, into the tiers of a plan; None: into
-            memory.
+        skeleton: the whole model without weights; unchanged, so that other parts can be opened from it.
+        first, end: 0, the number of layers, or an element of `split.cuts`.
+        split: the split of `skeleton`; None: it is computed.
+        device: the device of the computation and the weights.
+        draft: draft layers of the model: MTP layers, opened by the last part, which then also holds the
+            embedding; or early exit, by the first part, which then also holds the final norm and head.
+        place: function that reads the weights of this part and its MTP layers into the tiers of a plan;
+            None: they are read into memory.
 
     Attributes:
-        is_first, is_last: it begins with the embedding; it ends with the head.
-        decoder: runs it.
-        num_parameters: that it holds; those of several parts count on each.
-        drafts: the layers that draft here, without their stores.
-        tiers: where its weights are; None: in memory.
-        own: its module with its weights.
+        is_first, is_last: whether the part begins with the embedding, and whether it ends with the head.
+        decoder: the decoder of this part.
+        num_parameters: number of held parameters; other parts hold some of them, too.
+        drafts: the draft layers of this part, without their stores.
+        tiers: the tiers of the weights; None: they are in memory.
+        loaded: the module of this part with its weights.
 
     Raises:
-        InvalidRequest: there are no such layers.
-        UnsupportedModel: the model can't be cut there, or its own layers need something of other parts.
+        UnsupportedModel: the layers need weights of other parts.
         TierFailed: a file can't be read, or changed since the skeleton was opened.
-        NotSupported, ModelError: the layers that draft can't be opened.
+        NotSupported, ModelError: the draft layers can't be opened.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Part:
             "a skeleton has a lazy weight for each of its weights"
         )
         split = split or Split(skeleton)
-        split.check(first, end)
+        assert first < end and {first, end} <= {0, *split.cuts, split.num_layers}, (first, end)
         self.first, self.end = first, end
         self.is_first, self.is_last = first == 0, end == split.num_layers
         self._split = split
-        self._ids = torch.empty(0, dtype=torch.int64)  # of the forward that began last
+        self._ids = torch.empty(0, dtype=torch.int64)  # token ids of the current forward
         self.tiers: Tiers | None = None
         self.drafts = DraftLayers()
         mtp = draft if isinstance(draft, Mtp) and self.is_last else None
@@ -106,31 +106,33 @@ class Part:
 
         def copied() -> tuple[nn.ModuleList, LoadedModel]:
             module, layers, copies = hollow_copy(skeleton.module, split.layers, kept)
-            own = {copies[p]: lazy_weights[p] for p in parameters}
-            return layers, replace(skeleton, module=module, lazy_weights=own, layers=kept)
+            own_weights = {copies[p]: lazy_weights[p] for p in parameters}
+            return layers, replace(skeleton, module=module, lazy_weights=own_weights, layers=kept)
 
-        def read(own: LoadedModel) -> nn.Module:
-            weights, own.lazy_weights = dict(own.lazy_weights or {}), None
-            own.packed = load_weights(own.module, weights, own.quantization, read=read_whole)
-            return own.module
+        def read(loaded: LoadedModel) -> nn.Module:
+            weights, loaded.lazy_weights = dict(loaded.lazy_weights or {}), None
+            loaded.packed = load_weights(
+                loaded.module, weights, loaded.quantization, read=read_whole
+            )
+            return loaded.module
 
-        layers, self.own = copied()
-        module = self.own.module
+        layers, self.loaded = copied()
+        module = self.loaded.module
         with ExitStack() as undo:
             undo.callback(self.close)
             if place is not None:
-                for index in {*range(len(layers))}.difference(kept):  # a plan needs its own shapes
+                for index in {*range(len(layers))}.difference(kept):  # a plan must ignore them
                     layers[index].__dict__["forward"] = self._pass
-                self.tiers = place(self.own, mtp)
+                self.tiers = place(self.loaded, mtp)
             else:
-                read(self.own)
-                self.own.move(device.torch)
+                read(self.loaded)
+                self.loaded.move(device.torch)
                 if skeleton.folder is not None:
-                    self.own.checkpoint = Checkpoint(self.own, lambda: read(copied()[1]))
-            whole = copy_path(module, layers)  # with the forwards of the whole model
+                    self.loaded.checkpoint = Checkpoint(self.loaded, lambda: read(copied()[1]))
+            whole = copy_path(module, layers)  # copied before forwards are replaced
             for index in split.running[:first]:
                 layers[index].__dict__["forward"] = self._pass
-            if first in split.direct:  # so that all own layers can be fused
+            if first in split.direct:  # so that all layers of this part can be fused
                 layers[split.running[first - 1]].__dict__["forward"] = self._receive
             elif not self.is_first:
                 layer = layers[split.running[first]]
@@ -141,14 +143,15 @@ class Part:
             inner.__dict__["forward"] = self._forward_of(inner)
             if self.tiers is None:
                 self.decoder = Decoder(
-                    module, unseen=True, batch_invariant=device.batch_invariant, part=self
+                    module, is_private=True, batch_invariant=device.batch_invariant, part=self
                 )
             else:
                 self.decoder = self.tiers.inspect(part=self)
             if not self.decoder.spec.finite:
                 raise UnsupportedModel(
-                    f"{type(inner).__name__}: layers {first} to {end} alone give numbers that are none: "
-                    "their weights hold NaN or infinities, or they need weights of other layers"
+                    f"{type(inner).__name__}: layers {first} to {end} alone produce NaN or "
+                    "infinite values: their weights hold NaN or infinities, or they need weights "
+                    "of other layers"
                 )
             with device.current():
                 self.drafts = open_draft_layers(mtp or exit_, self.decoder, skeleton, whole)
@@ -156,68 +159,66 @@ class Part:
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of the weights; what several parts hold counts on each."""
-        return weight_bytes(self.own.module) if self.tiers is None else self.tiers.nbytes
+        """The bytes of the held weights; other parts hold some of them, too."""
+        return weight_bytes(self.loaded.module) if self.tiers is None else self.tiers.nbytes
 
     def enter(self, batch: Batch, received: Tensor | None) -> None:
-        """Prepare a batch for a forward of `decoder`, whose logits are the hidden states that leave.
+        """Prepare a batch for a forward of `decoder`, which returns hidden states in place of logits.
 
         Args:
-            batch: as the whole model would get it, but for `forced_experts` and `forced_keys`, which are
-                of this part's layers alone. It is changed.
-            received: `[T, hidden_size]` in `hidden_dtype` from the part before; None on the first one.
+            batch: the batch of the whole model, with `forced_experts` and `forced_keys` of this part's
+                layers only; changed in place.
+            received: hidden states from the previous part, `[T, hidden_size]` in `hidden_dtype`; None on the
+                first part.
         """
         assert (received is None) == self.is_first
         if received is not None:
-            expected = (batch.num_tokens, self._split.hidden_size)
-            assert received.shape == expected, (received.shape, expected)
-            assert received.dtype == self._split.hidden_dtype, received.dtype
             batch.entering = received.contiguous()
         if not self.is_last:
             batch.logit_rows, batch.wants_hidden = torch.arange(batch.num_tokens), False
 
     def close(self) -> None:
-        """Free the weights; a second call does nothing."""
+        """Free the weights. May be called again."""
         self.drafts.close()
         if self.tiers is not None:
             self.tiers.close()
-        drop_weights(self.own.module)
+        drop_weights(self.loaded.module)
         if hasattr(self, "decoder"):
             self.decoder.close()
-            give_back_freed()
+            release_free_memory()
 
     def _forward_of(self, inner: Any) -> Any:
-        """Return the model's forward, which ends where the hidden states leave."""
-        plain = inner.forward
+        """Return the model's forward, which ends early on `_ForwardEnd` and returns its hidden states."""
+        original = inner.forward
 
-        @functools.wraps(plain)
+        @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._ids = kwargs["input_ids"]
             try:
-                return plain(*args, **kwargs)
-            except _Left as left:
-                # In the place of logits: what is read of them is true of hidden states as well.
+                return original(*args, **kwargs)
+            except _ForwardEnd as left:
+                # In place of logits: everything done with logits later works for hidden states, too.
                 return SimpleNamespace(logits=left.hidden)
 
         return forward
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
         """Pass hidden states through, in place of a layer of an earlier part."""
-        return self._split.passing(hidden_of(args, kwargs))
+        return self._split.layer_output(hidden_of(args, kwargs))
 
     def _receive(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what was received, in the place of the last layer of the part before."""
-        return self._split.passing(self._received_as(hidden_of(args, kwargs)))
+        """Return the received hidden states, in place of the last layer of the previous part."""
+        return self._split.layer_output(self._received_as(hidden_of(args, kwargs)))
 
     def _enter(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the first own layer on what was received."""
+        """Run the first layer of this part on the received hidden states."""
         received = self._received_as(hidden_of(args, kwargs))
         if args:
             return type(layer).forward(layer, received, *args[1:], **kwargs)
         return type(layer).forward(layer, **{**kwargs, "hidden_states": received})
 
     def _received_as(self, hidden: Tensor) -> Tensor:
-        batch = getattr(active_context(), "batch", None)  # an inspection has none
+        batch = getattr(active_context(), "batch", None)  # None in an inspection
         rows = None if batch is None else batch.entering
         if rows is None:
             rows = self.entry(self._ids)
@@ -230,22 +231,22 @@ class Part:
         hidden = hidden_of(args, kwargs)
         if hidden.dtype != self._split.hidden_dtype:
             raise UnsupportedModel(
-                f"layer {self.end} is given {dtype_name(hidden.dtype)}, and others "
+                f"layer {self.end} receives {dtype_name(hidden.dtype)}, but other layers "
                 f"{dtype_name(self._split.hidden_dtype)}"
             )
         outer = self._split.outer_dims
-        raise _Left(_to_rows(hidden, outer).view(*hidden.shape[outer : outer + 2], -1))
+        raise _ForwardEnd(_to_rows(hidden, outer).view(*hidden.shape[outer : outer + 2], -1))
 
     def entry(self, token_ids: Tensor) -> Tensor:
-        """Return hidden states for a trial: the same for the same id at any position; see `ModelPart`."""
+        """Return hidden states for a trial, which depend only on the token ids; see `ModelPart`."""
         split = self._split
         generator = torch.Generator().manual_seed(0)
-        table = torch.randn(_STAND_INS, split.hidden_size, generator=generator)
-        return table.to(token_ids.device, split.hidden_dtype)[token_ids.flatten() % _STAND_INS]
+        table = torch.randn(_TRIAL_ROWS, split.hidden_size, generator=generator)
+        return table.to(token_ids.device, split.hidden_dtype)[token_ids.flatten() % _TRIAL_ROWS]
 
 
 def _to_rows(hidden: Tensor, outer: int) -> Tensor:
-    """Copy hidden states with `outer` dimensions in front of `[B, T]` to `[B * T, hidden_size]`."""
+    """Return a copy of hidden states with `outer` dimensions before `[B, T]`, as `[B * T, hidden_size]`."""
     rows = hidden.flatten(outer, outer + 1).movedim(outer, 0)
     return rows.flatten(1).clone(memory_format=torch.contiguous_format)
 

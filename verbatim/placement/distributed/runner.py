@@ -1,4 +1,4 @@
-"""The model in stages, as a Runner: the head of a cluster."""
+"""The runner of a model in pipeline stages, at the head of the cluster."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ from verbatim.params import CHOICES
 from verbatim.placement.distributed.group import StageGone
 from verbatim.placement.distributed.stage_line import StageLine
 from verbatim.placement.distributed.wire import Message
-from verbatim.placement.offload.cut import cut
+from verbatim.placement.micro_batches import split_batch
 from verbatim.protocols import CacheLost, Forward, Runner
 from verbatim.sampling.sampler import sample_rows
 from verbatim.weights.update import NewWeights
 
 _T = TypeVar("_T")
+_COMMON = ("architecture", "dtype", "kv_dtype", "gpu")  # in `info`, equal on all stages
 _SUMMED = ("parameters", "weight_bytes", "kv_bytes_per_token", "state_bytes")  # in `info`
-_MANY_ROWS = 32  # for each micro-batch, where it is left to us to cut
+_MIN_ROWS = 32  # rows per micro-batch, by default
 
 
 @dataclass(slots=True)
 class Remote(Forward):
-    """A forward whose logits stay on the last stage."""
+    """A forward with logits that stay on the last stage."""
 
     step: int = 0
     parts: int = 0
-    error: Exception | None = None  # that it failed with
-    rows: dict[int, Tensor] = field(default_factory=dict)  # logits that were asked for, by row
+    error: Exception | None = None  # if the forward failed
+    rows: dict[int, Tensor] = field(default_factory=dict)  # logits received so far, by row
 
 
 class Clustered(Runner):
-    """Sends batches through the stages, and receives ids from the last one.
+    """Sends batches through the stages, and receives token ids from the last one.
 
-    Where a stage is lost in a step, its place is filled, and the step is given up (`CacheLost`).
+    If a stage is lost during a step, it is replaced, and the step is aborted with `CacheLost`.
 
     Args:
-        group: the stages, all open, connected, and with their memory for K and V.
+        group: the stages: open, connected, and with their KV caches allocated.
         targets: the state dict of the whole model, without data.
     """
 
@@ -65,56 +66,56 @@ class Clustered(Runner):
             name: joined(name, [shape["choices"][name] for shape in shapes]) for name in CHOICES
         }
         self.draft_info: dict[str, int] = {**shapes[0]["draft"], **last["draft"]}
-        # Runs if it is never closed; its arguments must not refer to this object.
-        self._let_go = weakref.finalize(self, self.group.close, os.getpid())
-        self._asleep: bool | None = None  # with its weights?
+        # Runs at the latest when this object is freed, so its arguments must not refer to it.
+        self._finalizer = weakref.finalize(self, self.group.close, os.getpid())
+        self._asleep: bool | None = None  # whether the weights are dropped, too; None: awake
 
     @property
     def choices(self) -> Mapping[str, Choices]:
         return self._choices
 
-    # The step.
+    # Steps.
 
     def forward(self, batch: Batch) -> Forward:
         group = self.group
         if group.weights == "mixed":
-            raise StageFailed("an update of the weights went wrong; call update_weights again")
-        if not group.in_order:  # it went wrong, or was broken off, the last time
+            raise StageFailed("a weight update was interrupted; call update_weights again")
+        if not group.in_order:  # a stage is lost, or a recovery was interrupted
             self._recover("; ".join(map(str, group.lost)) or "connections lost")
-        group.take_in_joined()
+        group.use_joined_machine()
         self.num_forwards += 1
         parts = self._cut(batch)
         for number, part in enumerate(parts):
-            which = {"epoch": group.epoch, "step": self.num_forwards, "part": number}
-            group.tell("work", group.members, batch=part, **which)
+            tags = {"epoch": group.epoch, "step": self.num_forwards, "part": number}
+            group.notify("work", group.members, batch=part, **tags)
         return Remote(torch.empty(0), step=self.num_forwards, parts=len(parts))
 
     def _cut(self, batch: Batch) -> list[Batch]:
         rows, stages = batch.num_tokens, len(self.group.members)
         count = self.group.cluster.micro_batches
         if count is None:
-            # Each micro-batch reads the weights on the disk.
-            many = rows >= _MANY_ROWS * stages and self.group.cluster.offload is None
+            # With offload, each micro-batch would read the weights from disk.
+            many = rows >= _MIN_ROWS * stages and self.group.cluster.offload is None
             count = stages if many else 1
         if count == 1:
             return [batch]
-        parts = cut(batch, -(-batch.num_sequences // count), -(-rows // count))
+        parts = split_batch(batch, -(-batch.num_sequences // count), -(-rows // count))
         parts[0].block_copies = batch.block_copies
         return parts
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
-        """See `Runner`. Rows that were processed here are drawn here, as the last stage would."""
+        """See `Runner`. Rows with `processed` logits are drawn here, exactly as on the last stage."""
         assert isinstance(forward, Remote)
-        here = [i for i, row in enumerate(plan.rows) if row.processed is not None]
-        there = sorted({*range(len(plan.rows))}.difference(here))
-        answer = self._ask(forward, "draw", plan=plan.of(there))
+        local = [i for i, row in enumerate(plan.rows) if row.processed is not None]
+        remote = sorted({*range(len(plan.rows))}.difference(local))
+        answer = self._ask(forward, "draw", plan=plan.of(remote))
         forward.hidden = answer["hidden"]
-        draws = dict(zip(there, answer["draws"], strict=True))
-        if here:
-            processed = plan.of(here)
+        draws = dict(zip(remote, answer["draws"], strict=True))
+        if local:
+            processed = plan.of(local)
             logits = torch.stack([forward.rows[row] for row in processed.logits_rows or ()])
             drawn = sample_rows(logits, SamplePlan(processed.rows))
-            draws |= zip(here, drawn, strict=True)
+            draws |= zip(local, drawn, strict=True)
         return [draws[i] for i in range(len(plan.rows))]
 
     def logits(self, forward: Forward, rows: list[int]) -> Tensor:
@@ -124,21 +125,21 @@ class Clustered(Runner):
         return logits
 
     def _ask(self, remote: Remote, do: str, **fields: Any) -> Any:
-        """Return the answer of the last stage about a forward; CacheLost if a stage had to be replaced."""
+        """Call the last stage about a forward; raise CacheLost if a stage had to be replaced."""
         group = self.group
 
         def check() -> None:
             try:
                 group.check_reports(remote.step)
-            except Exception as error:  # which is reported once, and may be asked for again
+            except Exception as error:  # reported only once, so stored for later calls
                 remote.error = None if isinstance(error, StageGone) else error
                 raise
 
         if remote.error is not None:
             raise remote.error
-        which: Message = {"epoch": group.epoch, "step": remote.step, "parts": remote.parts}
+        tags: Message = {"epoch": group.epoch, "step": remote.step, "parts": remote.parts}
         try:
-            return group.call(do, group.members[-1:], meanwhile=check, **which, **fields)[0]
+            return group.call(do, group.members[-1:], meanwhile=check, **tags, **fields)[0]
         except StageGone as error:
             self._recover(error)
 
@@ -154,22 +155,18 @@ class Clustered(Runner):
     def draft(
         self, k: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]
     ) -> list[list[int]]:
-        """See `Runner`. Each call is one round trip to the stage that has the layers.
-
-        Raises:
-            StageGone: a stage is lost.
-        """
+        """See `Runner`. One round trip to the stage of the draft layers; StageGone if a stage is lost."""
         if not self.group.in_order:
             raise StageGone("; ".join(map(str, self.group.lost)))
         member = self.group.members[-1 if "mtp_layers" in self.draft_info else 0]
-        asked: Message = dict(k=k, batch=batch, plan=plan, lengths=lengths)
-        drawn: list[list[int]] = self.group.call("draft", [member], **asked)[0]
+        arguments: Message = dict(k=k, batch=batch, plan=plan, lengths=lengths)
+        drawn: list[list[int]] = self.group.call("draft", [member], **arguments)[0]
         return drawn
 
     # All stages.
 
-    def _persist(self, call: Callable[[], _T]) -> _T:
-        """Make a call between two steps, and again after each replacement of a stage."""
+    def _retry(self, call: Callable[[], _T]) -> _T:
+        """Make a call between two steps, and repeat it when a lost stage was replaced."""
         for attempt in range(self.group.cluster.max_restarts + 1):
             try:
                 return call()
@@ -177,26 +174,26 @@ class Clustered(Runner):
                 self.group.recover(last=attempt == self.group.cluster.max_restarts)
         raise AssertionError("the last attempt raises")
 
-    def _each(self, do: str, **fields: Any) -> list[Any]:
-        """Call every stage once all are alive, and return the answers."""
-        return self._persist(lambda: self.group.call(do, **fields))
+    def _call_stages(self, do: str, **fields: Any) -> list[Any]:
+        """Call every stage, replacing lost ones, and return the answers."""
+        return self._retry(lambda: self.group.call(do, **fields))
 
     def record(self, name: str, block_table: list[int], num_tokens: int) -> Tensor:
         choices = self.choices[name]
         choices.check(f"the model's {name} can't be recorded")
-        asked: Message = dict(name=name, block_table=list(block_table), num_tokens=num_tokens)
-        answers = self._once("record", **asked)
+        arguments: Message = dict(name=name, block_table=list(block_table), num_tokens=num_tokens)
+        answers = self._try("record", **arguments)
         if answers is None:
             dtype = torch.int16 if choices.count else torch.int32
             return torch.empty(0, choices.layers, choices.k, dtype=dtype)
         return torch.cat([rows for rows in answers if rows is not None], dim=1)
 
     def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
-        parts = self._once("read_cache", kind=kind, numbers=numbers, used=used)
+        parts = self._try("read_cache", kind=kind, numbers=numbers, used=used)
         if parts is None:
             return None
         widths = self._row_widths(kind)
-        # K and V of all layers, then the experts of all layers, whichever stages have them.
+        # By store: K and V of the layers of all stages, then the recorded experts of all stages.
         by_store = zip(*map(partial(torch.split, dim=1), parts, widths), strict=True)
         return torch.cat([rows for store in by_store for rows in store], dim=1)
 
@@ -207,37 +204,43 @@ class Clustered(Runner):
         by_store = zip(*widths, strict=True)
         pieces = rows.split([width for store in by_store for width in store], dim=1)
         shares = [torch.cat(pieces[i :: len(widths)], dim=1) for i in range(len(widths))]
-        own = [{"rows": share} for share in shares]
-        return self._once("write_cache", own, kind=kind, numbers=numbers) is not None
+        per_member = [{"rows": share} for share in shares]
+        return self._try("write_cache", per_member, kind=kind, numbers=numbers) is not None
 
     def _row_widths(self, kind: str) -> list[list[int]]:
-        """Return the bytes of each store in a row of each stage."""
+        """Return the widths in bytes of each stage's stores in a row of `read_cache`."""
         return [member.shape["row_widths"][kind] for member in self.group.members]
 
-    def _once(self, do: str, own: list[Message] | None = None, **fields: Any) -> list[Any] | None:
-        """Call every stage; return None while one is lost: its successor has not what was cached."""
+    def _try(
+        self, do: str, per_member: list[Message] | None = None, **fields: Any
+    ) -> list[Any] | None:
+        """Call every stage; return None if one is lost: its replacement lacks the cached contents."""
         try:
-            return self.group.call(do, own=own, **fields) if self.group.in_order else None
+            return (
+                self.group.call(do, per_member=per_member, **fields)
+                if self.group.in_order
+                else None
+            )
         except StageGone:
             return None
 
     def rebalance(self) -> list[tuple[int, int]]:
-        """Divide the layers anew, by the measured speed of each stage; sessions go on.
+        """Reassign the layers to stages by the measured speed of each stage; sessions continue.
 
         Returns:
-            The layers of each stage from now on, as (first, end).
+            The new range of layers of each stage, as (first, end).
 
         Raises:
-            OutOfBlocks: the stages have no room for another division.
+            OutOfBlocks: the layers do not fit into another division.
             StageFailed: a stage was lost meanwhile and can't be replaced.
         """
         if self.group.weights != "files":
             raise NotSupported(
                 "rebalance: the weights were updated in memory, and stages read other layers from files"
             )
-        status = self._each("status")
+        status = self._call_stages("status")
         members, layout = list(self.group.members), self.group.layout
-        # Of its work so far, or that of its memory if it has done little.
+        # The measured speed of each stage's work or, after little work, of its memory.
         speed = [t["speed"] or m.facts["speed"] for m, t in zip(members, status, strict=True)]
         room = [
             layout.room(member.facts["memory"] + layout.bytes_of(member.first, member.end))
@@ -249,7 +252,7 @@ class Clustered(Runner):
     def new_weights(
         self, tensors: Mapping[str, Tensor], *, check_finite: bool
     ) -> Callable[[], None]:
-        """See `Runner`. A stage that is lost later takes its weights with it, so they must be sent again."""
+        """See `Runner`. If a stage is lost later, its new weights are lost, and must be sent again."""
         if self._asleep:
             raise VerbatimError("the weights are asleep; call wake() before they are updated")
         new = NewWeights(self._targets, tensors, check_finite=check_finite)
@@ -263,9 +266,7 @@ class Clustered(Runner):
         return write
 
     def _send_weights(self, new: NewWeights, last: str) -> None:
-        """Send all stages their weights: those that they quantize, and with `last="exact"` also the others,
-        which makes them write all.
-        """
+        """Send the new weights that stages quantize; with `last="exact"`, also all others, and write all."""
         group, send_packed = self.group, last == "packed"
 
         def send() -> None:
@@ -275,19 +276,19 @@ class Clustered(Runner):
                 if send_packed:
                     group.send_weights("prepare_weights", new, [n["packed"] for n in names])
                 if last == "exact":
-                    found = group.send_weights("write_weights", new, [n["exact"] for n in names])
-                    for member, answer in zip(group.members, found, strict=True):
+                    answers = group.send_weights("write_weights", new, [n["exact"] for n in names])
+                    for member, answer in zip(group.members, answers, strict=True):
                         member.shape.update(answer)
             except StageGone:
                 group.weights, send_packed = "mixed", True
                 raise
 
-        self._persist(send)
+        self._retry(send)
 
     def load_adapter(self, adapter: Adapter) -> None:
-        """See `Runner`. A stage that is replaced later gets it again."""
+        """See `Runner`. Later replacements of stages load the adapter, too."""
         try:
-            answers = self._each("load_adapter", patient=True, adapter=adapter)
+            answers = self._call_stages("load_adapter", patient=True, adapter=adapter)
             missing = adapter.layers.keys() - {name for names in answers for name in names}
             if missing:
                 raise NotSupported(
@@ -303,7 +304,7 @@ class Clustered(Runner):
 
     def unload_adapter(self, number: int) -> None:
         self.group.adapters.pop(number, None)
-        self._each("unload_adapter", number=number)
+        self._call_stages("unload_adapter", number=number)
 
     def sleep(self, weights: bool) -> None:
         if weights and self.group.weights != "files":
@@ -311,30 +312,29 @@ class Clustered(Runner):
                 "sleep(weights=True): the weights were updated in memory, and would be lost"
             )
         self._asleep = weights
-        # All others get the message; a lost stage is replaced at `wake`.
+        # The other stages still get the message; a lost one is replaced by `wake`.
         with suppress(StageGone):
             self.group.call("sleep", weights=weights)
 
     def wake(self) -> None:
         if self._asleep is not None:
-            self._each("wake", patient=True)
+            self._call_stages("wake", patient=True)
         self._asleep = None
 
     def info(self) -> dict[str, Any]:
         members = self.group.members
-        shapes = [member.shape for member in members]
-        sums = {name: sum(shape[name] for shape in shapes) for name in _SUMMED}
+        infos = [member.shape["info"] for member in members]
+        sums = {name: sum(info[name] for info in infos) for name in _SUMMED}
         top_k = self.group.cluster.offload and self.group.cluster.offload.attention_top_k
         return {
-            **{name: shapes[0][name] for name in ("architecture", "dtype", "kv_dtype")},
+            **{name: infos[0][name] for name in _COMMON if name in infos[0]},
             "placement": "cluster",
-            **({} if shapes[0]["gpu"] is None else {"gpu": shapes[0]["gpu"]}),
             **sums,
             **{
-                name: dict(sum((Counter(shape[name]) for shape in shapes), Counter()))
+                name: dict(sum((Counter(info[name]) for info in infos), Counter()))
                 for name in ("kv_bytes_per_token_by_kind", "state_bytes_by_kind")
             },
-            **_joined_quantization([shape["quantization"] for shape in shapes]),
+            **_joined_quantization([info.get("quantization") for info in infos]),
             "layers": members[-1].end,
             "kv_bytes": sums["kv_bytes_per_token"] * self.num_blocks * self.block_size,
             **({"state_slots": self.num_states} if self.num_states else {}),
@@ -345,20 +345,17 @@ class Clustered(Runner):
                     "machine": member.host.machine,
                     "device": member.facts["device"],
                     "pid": member.facts["pid"],
-                    "weight_bytes": member.shape["weight_bytes"],
+                    "weight_bytes": info["weight_bytes"],
                     "restarts": member.restarts,
-                    **({"plan": limits["plan"]} if (limits := member.shape["limits"]) else {}),
+                    **({"plan": info["plan_summary"]} if "plan_summary" in info else {}),
                 }
-                for member in members
+                for member, info in zip(members, infos, strict=True)
             ],
             **({"attention": f"approximate: top {top_k} keys"} if top_k else {}),
         }
 
     def stats(self) -> dict[str, Any]:
-        """Return the number of restarts, their durations, and the tokens computed again, under "cluster".
-
-        Durations are without what is computed again.
-        """
+        """Return the restarts, their durations (without recomputation) and the recomputed tokens."""
         group = self.group
         return {
             "cluster": {
@@ -371,15 +368,15 @@ class Clustered(Runner):
         }
 
     def close(self) -> None:
-        self._let_go()
+        self._finalizer()
 
 
 def _joined_quantization(stages: list[dict[str, Any] | None]) -> dict[str, Any]:
-    """Return the "quantization" of `info`, of all stages: sums, and each stage's own."""
-    found = [stage for stage in stages if stage is not None]
-    if not found:
+    """Return the "quantization" entry of `info`: sums over the stages, and the report of each stage."""
+    reports = [stage for stage in stages if stage is not None]
+    if not reports:
         return {}
-    sums = {name: sum(stage[name] for stage in found) for name in ("bytes_before", "bytes_after")}
-    formats = {name for stage in found for name in stage["format"].split("+")}
-    joined = {"format": "+".join(sorted(formats)), "requested": found[0]["requested"]}
-    return {"quantization": {**joined, **sums, "stages": found}}
+    sums = {name: sum(stage[name] for stage in reports) for name in ("bytes_before", "bytes_after")}
+    formats = {name for stage in reports for name in stage["format"].split("+")}
+    joined = {"format": "+".join(sorted(formats)), "requested": reports[0]["requested"]}
+    return {"quantization": {**joined, **sums, "stages": reports}}

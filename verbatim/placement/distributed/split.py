@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable
+import itertools
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,43 +15,44 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from verbatim.errors import InvalidRequest, UnsupportedModel
+from verbatim.errors import OutOfBlocks, UnsupportedModel
 from verbatim.kernels.options import AnyOptions
 from verbatim.model.adapters import adapter_for
-from verbatim.model.decoder import register
+from verbatim.model.context import head_of
 from verbatim.model.early_exit import EarlyExit
-from verbatim.model.hidden import head_of
+from verbatim.model.fingerprint import Tree
 from verbatim.model.loader import LoadedModel
-from verbatim.model.mtp_source import Mtp
-from verbatim.model.packed import placeholder
-from verbatim.model.packing import choose_packings
+from verbatim.model.masks import register
+from verbatim.model.mtp_source import Mtp, mtp_size
 from verbatim.model.patching import exclusive, replaced_forwards
+from verbatim.model.quantizable import choose_packings
+from verbatim.model.quantized import placeholder
 from verbatim.model.spec import InspectionContext, inner_model, inspect_forward, takes_positions
-from verbatim.model.tree import Tree
 from verbatim.model.trial import reason_to_refuse
 
 _ONE_LIST = "its layers are not in one list that is called once, from its first to its last"
 _PLAIN = (Tensor, bool, int, float, str, tuple, torch.dtype, torch.device, type(None))
 
-Source = nn.Parameter | int  # what a tensor is computed from: a parameter, or the output of a layer
+Range = tuple[int, int]  # layers: first, end (exclusive)
+Source = nn.Parameter | int  # a parameter, or the output of a layer, by index
 
 
-class Beyond(UnsupportedModel):
-    """An attention module outside of the list of layers."""
+class AttentionOutsideLayers(UnsupportedModel):
+    """Attention is called outside of the list of layers."""
 
 
 def hollow_copy(
     module: nn.Module, layers: nn.ModuleList, kept: Collection[int]
 ) -> tuple[nn.Module, nn.ModuleList, dict[nn.Parameter, nn.Parameter]]:
-    """Copy a skeleton without sharing parameters, so that the copy can be filled on its own.
+    """Copy a skeleton and its placeholder parameters, so that weights can be read into the copy alone.
 
     Args:
-        layers: somewhere in `module`.
-        kept: the indices of those that are copied; each other one becomes a shell of the same class and
-            with the same settings, which has no children and no parameters.
+        layers: the list of layers in `module`.
+        kept: indices of the layers to copy. All others become shells: objects with the class and attributes
+            of the layer, but without children and parameters.
 
     Returns:
-        The copy, its list of layers, and the placeholder that stands for each of the parameters.
+        The copy, its list of layers, and the placeholder of each parameter.
     """
     memo: dict[int, Any] = {}
     for index, layer in enumerate(layers):
@@ -57,9 +60,9 @@ def hollow_copy(
             memo[id(layer)] = shell = object.__new__(type(layer))
             shell.__dict__.update(layer.__dict__, _modules={}, _parameters={}, _buffers={})
     parameters: dict[nn.Parameter, nn.Parameter] = {}
-    for parameter in module.parameters():  # tied ones come once, and stay tied
-        own = nn.Parameter(placeholder(parameter), requires_grad=False)
-        parameters[parameter] = memo[id(parameter)] = own
+    for parameter in module.parameters():  # tied ones are listed once, and stay tied
+        clone = nn.Parameter(placeholder(parameter), requires_grad=False)
+        parameters[parameter] = memo[id(parameter)] = clone
     for shared in (*module.buffers(), *Tree(module).configs):
         memo[id(shared)] = shared
     copied = copy.deepcopy(module, memo)
@@ -67,20 +70,20 @@ def hollow_copy(
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the hidden states among the arguments of a layer: the first one, positional or by name."""
+    """Return the hidden states among a layer's arguments: the first positional one, or by name."""
     return args[0] if args else kwargs.get("hidden_states")
 
 
-class _Flow(TorchDispatchMode):
-    """Records which sources each tensor is computed from; tensors that share memory count as one."""
+class _SourceMode(TorchDispatchMode):
+    """Tracks the sources from which each tensor is computed, by storage: views share their sources."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sources: dict[int, set[Source]] = {}  # by address
-        self._held: list[Tensor] = []  # so that no address is used again
+        self._sources: dict[int, set[Source]] = {}  # by address of the storage
+        self._held: list[Tensor] = []  # keeps tensors alive, so that no address is reused
 
     def mark(self, x: Tensor, sources: Collection[Source]) -> None:
-        """Add sources of a tensor."""
+        """Add sources to a tensor."""
         self._held.append(x)
         self._sources.setdefault(x.untyped_storage().data_ptr(), set()).update(sources)
 
@@ -93,15 +96,15 @@ class _Flow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
+        output = func(*args, **kwargs)
         name = func.__name__
-        if "_like" in name or name.startswith("new_"):  # only a shape is taken over
-            return made
+        if "_like" in name or name.startswith("new_"):  # the values do not depend on the input
+            return output
         if sources := self.of((args, kwargs)):
-            for x in tree_leaves(made):
+            for x in tree_leaves(output):
                 if isinstance(x, Tensor):
                     self.mark(x, sources)
-        return made
+        return output
 
 
 @dataclass(slots=True)
@@ -109,12 +112,12 @@ class _Entry:
     """One call of a layer.
 
     Attributes:
-        hidden: the hidden states that it is given.
-        of_hidden: their sources.
-        of_others: those of every other tensor that it is given.
-        objects: names of the arguments that are neither tensors nor plain values, so that a layer may
-            write to them for another one.
-        direct: the hidden states are what the layer before returned, with nothing in between.
+        hidden: the input hidden states.
+        of_hidden: the sources of `hidden`.
+        of_others: the sources of all other input tensors.
+        objects: names of the arguments that are neither tensors nor plain values; layers might exchange data
+            through them.
+        direct: whether `hidden` is the unmodified output of the previous layer.
     """
 
     index: int
@@ -126,18 +129,18 @@ class _Entry:
 
 
 class _Outline(InspectionContext):
-    """A forward of a model in which layers compute nothing, so that everything around them shows.
+    """A forward of a model with stubs in place of its layers, to trace the computation around them.
 
     Attributes:
-        entries: the calls of layers, in their order.
-        rest: what stands behind the hidden states in the tuple or list that a layer returns; None where it
-            returns them bare.
-        of_logits: sources of the logits.
+        entries: the calls of layers, in order.
+        rest: the values after the hidden states in the tuple or list returned by a layer; None if layers
+            return bare hidden states.
+        of_logits: the sources of the logits.
         vocab_size: width of the logits.
 
     Raises:
-        UnsupportedModel: the forward fails, or the layers return something else than hidden states.
-        Beyond: something else attends.
+        UnsupportedModel: the forward fails, or the layers do not return hidden states.
+        AttentionOutsideLayers: attention is called outside of the layers.
     """
 
     def __init__(self, module: nn.Module, layers: nn.ModuleList) -> None:
@@ -145,14 +148,14 @@ class _Outline(InspectionContext):
         self.entries: list[_Entry] = []
         self.rest: tuple[Any, ...] | None = None
         self._inside = False
-        self._returned: Any = None  # by the last layer
-        self._flow = _Flow()
-        module, shells, copies = hollow_copy(module, layers, ())  # as it is on parts
+        self._returned: Any = None  # hidden states returned by the previous layer
+        self._flow = _SourceMode()
+        module, shells, copies = hollow_copy(module, layers, ())  # as for the parts
         for parameter, own in copies.items():
             self._flow.mark(own, [parameter])
         inner = inner_model(module)
         pairs = enumerate(zip(shells, layers, strict=True))
-        forwards = replaced_forwards(layers)  # others call kernels, which `_Flow` would not see
+        forwards = replaced_forwards(layers)  # not outside: `_SourceMode` does not see kernels
         for around in module.modules():
             if isinstance(around, nn.Embedding) or shells in around.modules():
                 if (forward := adapter_for(around)) is not None:
@@ -167,7 +170,7 @@ class _Outline(InspectionContext):
                 module, inner, self, positions=takes_positions(inner), forwards=forwards
             )
             if not takes_positions(inner) and self.needs_positions:
-                self.entries.clear()  # as the inspection of a whole model does
+                self.entries.clear()  # the inspection of a whole model does the same
                 logits, _ = inspect_forward(module, inner, self, positions=True, forwards=forwards)
             self.of_logits = self._flow.of(logits)
         if head is not None:
@@ -178,18 +181,18 @@ class _Outline(InspectionContext):
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptions
     ) -> Tensor:
         if not self._inside:
-            raise Beyond("what attends is not all in one list of layers")
+            raise AttentionOutsideLayers("attention is also called outside of the list of layers")
         return super().attend(module, q, k, v, options)
 
     def _enter(self, index: int, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Record what a layer is given, and return hidden states that depend on it alone."""
+        """Record the inputs of a layer, and return hidden states with that layer as their only source."""
         hidden = hidden_of(args, kwargs)
         if not isinstance(hidden, Tensor):
-            raise UnsupportedModel("its layers are not given hidden states as their first argument")
+            raise UnsupportedModel("its layers don't receive hidden states as their first argument")
         named = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
-        # By kind of layer in some models: nothing writes to them.
-        turns = named.pop("position_embeddings", None)
-        others = [x for x in (*named.values(), turns) if x is not hidden]
+        # Excluded from `objects`: in some models it is a dict by layer type, which layers only read.
+        rotary = named.pop("position_embeddings", None)
+        others = [x for x in (*named.values(), rotary) if x is not hidden]
         self.entries.append(
             _Entry(
                 index,
@@ -203,65 +206,133 @@ class _Outline(InspectionContext):
         if len(self.entries) == 1:
             self._inside = True
             try:
-                made = type(layer).forward(layer, *args, **kwargs)
+                output = type(layer).forward(layer, *args, **kwargs)
             finally:
                 self._inside = False
-            several = isinstance(made, tuple | list) and len(made) > 0
-            first = made[0] if several else made
+            is_tuple = isinstance(output, tuple | list) and len(output) > 0
+            first = output[0] if is_tuple else output
             if not isinstance(first, Tensor) or first.shape != hidden.shape:
                 raise UnsupportedModel(
-                    "its layers don't return hidden states like those they are given"
+                    "its layers don't return hidden states like those they receive"
                 )
-            self._form, self.rest = first, tuple(made[1:]) if several else None
+            self._hidden_like, self.rest = first, tuple(output[1:]) if is_tuple else None
         self._returned, *rest = (
-            self._made_by(index, x) if isinstance(x, Tensor) else x
-            for x in (self._form, *(self.rest or ()))
+            self._output_of(index, x) if isinstance(x, Tensor) else x
+            for x in (self._hidden_like, *(self.rest or ()))
         )
         return self._returned if self.rest is None else (self._returned, *rest)
 
-    def _made_by(self, index: int, like: Tensor) -> Tensor:
-        made = torch.zeros_like(like)
-        self._flow.mark(made, [index])
-        return made
+    def _output_of(self, index: int, like: Tensor) -> Tensor:
+        output = torch.zeros_like(like)
+        self._flow.mark(output, [index])
+        return output
 
 
 def _no_head(vocab_size: int, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return logits that depend on the same as those of a head, and take no memory."""
+    """Return logits with the sources that a head's would have, expanded so that they take no memory."""
     return hidden.sum(-1, keepdim=True).expand(*hidden.shape[:-1], vocab_size)
 
 
-class Split:
-    """The places where a skeleton can be cut.
-
-    It is found out by letting the model's own code run around layers that compute nothing, and recording
-    what each tensor is computed from: what reaches a layer beside the hidden states of the layer before it
-    must be there on every part.
-
-    Args:
-        skeleton: with placeholders for weights, as `open_files` makes it; left as it is.
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """The bytes of a model's layers, and the places where it can be cut.
 
     Attributes:
-        skeleton: as given.
-        layers: its list of layers.
-        running: the indices in that list of the layers that run, in their order. Everything here counts
-            layers in this order; nearly always it is the list's.
-        num_layers: how many those are.
-        layer_bytes: weights of each.
-        cuts: the layers in front of which it may be cut, ascending, without 0.
-        blocked: why it may not be cut in front of each of the others.
-        direct: the layers that are given what the layer before returned, with nothing in between.
-        before: parameters outside of the layers for the hidden states that enter the first one, such as the
-            embedding.
-        beside: those for anything else that a layer is given, so that every part needs them.
-        after: those that turn the hidden states behind the last layer into logits, such as norm and head.
-        rest: what a layer returns behind the hidden states in a tuple; None where it returns them bare.
-        outer_dims: dimensions of hidden states in front of those of the batch.
-        hidden_size: numbers that go from a layer to the next, for each token.
-        hidden_dtype: of these.
+        layer_bytes: bytes of the weights of each layer.
+        outside: bytes of additional weights on the first and on the last stage.
+        shared_bytes: bytes of additional weights on every stage.
+        cuts: layers before which the model can be cut.
+        spills: whether stages leave weights on disk that do not fit into memory.
+    """
+
+    layer_bytes: tuple[int, ...]
+    outside: tuple[int, int]
+    shared_bytes: int
+    cuts: tuple[int, ...]
+    spills: bool = False
+
+    def room(self, memory: float) -> float:
+        """Return the maximum bytes of weights on a stage with `memory` bytes."""
+        return math.inf if self.spills else memory
+
+    def bytes_of(self, first: int, end: int) -> int:
+        """Return the bytes of all weights on a stage with layers `first` to `end` (exclusive)."""
+        nbytes = self.shared_bytes + sum(self.layer_bytes[first:end])
+        last = end == len(self.layer_bytes)
+        return nbytes + self.outside[0] * (first == 0) + self.outside[1] * last
+
+    def divide(
+        self, room: Sequence[float], speed: Sequence[float], part: Range | None = None
+    ) -> list[Range]:
+        """Return contiguous ranges of layers, one per stage, that minimize the time of the slowest stage.
+
+        Args:
+            room: maximum bytes of weights on each stage.
+            speed: bytes of weights per second of each stage, or proportional values.
+            part: the range of layers to divide; None: all.
+
+        Raises:
+            OutOfBlocks: no division fits.
+        """
+        first, end = part or (0, len(self.layer_bytes))
+        cuts = [cut for cut in sorted(set(self.cuts)) if first < cut < end]
+        pairs = itertools.combinations([first, *cuts, end], 2)
+        sizes = {(begin, stop): self.bytes_of(begin, stop) for begin, stop in pairs}
+        # For each stage, by the end of its layers: the time of the slowest stage so far, and their begin.
+        best: list[dict[int, tuple[float, int]]] = [{first: (0.0, 0)}]
+        for available, pace in zip(room, speed, strict=True):
+            reached: dict[int, tuple[float, int]] = {}
+            for begin, (slowest, _) in best[-1].items():
+                for stop in [*cuts, end]:
+                    size = sizes.get((begin, stop))
+                    if size is not None and size <= available:
+                        time = max(slowest, (size - self.shared_bytes) / pace)
+                        if time < reached.get(stop, (math.inf, 0))[0]:
+                            reached[stop] = time, begin
+            best.append(reached)
+        if end not in best[-1]:
+            needed = self.bytes_of(first, end) - self.shared_bytes
+            free = [int(available - self.shared_bytes) for available in room]
+            raise OutOfBlocks(
+                f"{end - first} layers of {needed} bytes in total, with {len(cuts)} places to "
+                f"cut, can't be divided over {len(room)} stages with room for {free} bytes"
+            )
+        ranges = []
+        for reached in best[:0:-1]:
+            begin = reached[end][1]
+            ranges.append((begin, end))
+            end = begin
+        return ranges[::-1]
+
+
+class Split:
+    """The places where a model can be cut into parts.
+
+    To find them, the model's own code runs with stubs in place of its layers, and the sources of each tensor
+    are traced. Every part needs the sources of its layers' inputs, except the previous layer's output.
+
+    Args:
+        skeleton: the model from `open_files`, with placeholders for its weights; unchanged.
+
+    Attributes:
+        layers: the model's list of layers.
+        running: indices in `layers` of the layers that run, in order (nearly always that of the list). All
+            other layer numbers here refer to this order.
+        num_layers: number of layers that run.
+        layer_bytes: bytes of the weights of each layer.
+        cuts: layers before which the model can be cut, ascending, without 0.
+        direct: layers with the unmodified output of the previous layer as their input.
+        before: parameters that compute the first layer's hidden states, such as the embedding.
+        shared: parameters outside of the layers that compute their other inputs; every part needs them.
+        after: parameters that compute logits from the last layer's output, such as final norm and head.
+        rest: the values after the hidden states in the tuple returned by a layer; None if there is no tuple.
+        outer_dims: number of dimensions of hidden states before the batch dimension.
+        hidden_size: numbers per token that one layer passes to the next.
+        hidden_dtype: dtype of the hidden states.
         vocab_size: width of the logits.
 
     Raises:
-        UnsupportedModel: it can't be cut anywhere; the message names it and the reason.
+        UnsupportedModel: the model can't be cut; the message names the model and the reason.
     """
 
     def __init__(self, skeleton: LoadedModel) -> None:
@@ -291,110 +362,90 @@ class Split:
         self.rest = outline.rest
         self.vocab_size = outline.vocab_size
         self.num_layers = len(self.running)
-        entered, rows = entries[-1].hidden, outline.rows
-        # Where a model carries several streams, they stand in front of the rows or behind them.
-        outer = [n for n in (entered.dim() - 3, 0) if n >= 0 and entered.shape[n : n + 2] == rows]
+        hidden, rows = entries[-1].hidden, outline.rows
+        # The dimension of several residual streams, if any, is before or after those of the rows.
+        outer = [n for n in (hidden.dim() - 3, 0) if n >= 0 and hidden.shape[n : n + 2] == rows]
         if not outer:
-            raise UnsupportedModel(f"its layers are given hidden states of shape {entered.shape}")
+            raise UnsupportedModel(f"its layers receive hidden states of shape {hidden.shape}")
         self.outer_dims = outer[0]
-        self.hidden_size = entered.numel() // rows.numel()
-        self.hidden_dtype = entered.dtype
+        self.hidden_size = hidden.numel() // rows.numel()
+        self.hidden_dtype = hidden.dtype
         self.layer_bytes = [self._nbytes(self.layers[i].parameters()) for i in self.running]
         self.before = _parameters(entries[0].of_hidden)
-        self.beside = _parameters(
+        self.shared = _parameters(
             *(entry.of_others for entry in entries), *(entry.of_hidden for entry in entries[1:])
         )
         self.after = _parameters(outline.of_logits)
-        self.blocked = _blocked_by_objects(entries, inner) | _blocked_by_flows(outline, inner)
+        blocked = _blocked_by_objects(entries, inner) | _blocked_by_flows(outline, inner)
         self.direct = {i for i, entry in enumerate(entries) if entry.direct}
-        self.cuts = [cut for cut in range(1, self.num_layers) if cut not in self.blocked]
-
-    def check(self, first: int, end: int) -> None:
-        """Check that layers `first` to `end` (exclusive) can be a part.
-
-        Raises:
-            InvalidRequest: there are no such layers.
-            UnsupportedModel: it can't be cut there; the message tells why.
-        """
-        if not 0 <= first < end <= self.num_layers:
-            raise InvalidRequest(
-                f"layers {first} to {end}: the model has {self.num_layers}, and a part one at least"
-            )
-        for cut in (first, end):
-            if cut in self.blocked:
-                raise UnsupportedModel(
-                    f"{type(inner_model(self.skeleton.module)).__name__} can't be cut in front of layer "
-                    f"{cut}: {self.blocked[cut]}; it can be in front of {self.cuts}"
-                )
+        self.cuts = [cut for cut in range(1, self.num_layers) if cut not in blocked]
 
     def parameters(
         self, first: int, end: int, draft: Mtp | EarlyExit | None = None
     ) -> list[nn.Parameter]:
-        """Return the parameters of the skeleton that the part needs, also to draft, tied ones once."""
-        wanted = self._outside(draft, is_first=first == 0, is_last=end == self.num_layers)
+        """Return the parameters of the skeleton that a part needs, draft layers included, tied ones once."""
+        needed = self._outside(draft, is_first=first == 0, is_last=end == self.num_layers)
         for index in self.running[first:end]:
-            wanted |= set(self.layers[index].parameters())
-        return [p for p in self.skeleton.module.parameters() if p in wanted]
+            needed |= set(self.layers[index].parameters())
+        return [p for p in self.skeleton.module.parameters() if p in needed]
 
     def _outside(
         self, draft: Mtp | EarlyExit | None, *, is_first: bool = False, is_last: bool = False
     ) -> set[nn.Parameter]:
         """Return the parameters outside of the layers that a part needs.
 
-        MTP layers are behind the last layer, and need the embedding; the first layers exit early, and need
-        what follows the last one.
+        MTP layers run on the last part, and need the embedding; early exit runs on the first part, and needs
+        the final norm and head.
         """
-        wanted = set(self.beside)
+        needed = set(self.shared)
         if is_first:
-            wanted |= self.before
+            needed |= self.before
         if is_last or (is_first and isinstance(draft, EarlyExit)):
-            wanted |= self.after
+            needed |= self.after
         if is_last and isinstance(draft, Mtp):
             inner: Any = inner_model(self.skeleton.module)
-            wanted |= set(inner.get_input_embeddings().parameters())
-        return wanted
+            needed |= set(inner.get_input_embeddings().parameters())
+        return needed
 
-    def passing(self, hidden: Tensor) -> Any:
-        """Return the output of a layer that changes nothing."""
+    def layer_output(self, hidden: Tensor) -> Any:
+        """Return the output of a layer that leaves the hidden states unchanged."""
         if self.rest is None:
             return hidden
         return (hidden, *(None if isinstance(x, Tensor) else x for x in self.rest))
 
     def _nbytes(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Return what parameters take in memory, quantized as they will be."""
+        """Return the bytes of parameters in memory, after quantization."""
         return sum(
             self._packings[p].nbytes if p in self._packings else p.nbytes for p in parameters
         )
 
-    def outside_bytes(self, draft: Mtp | EarlyExit | None = None) -> tuple[int, int, int]:
-        """Return the weights outside of the layers that the first part, the last part and every part hold;
-        the first and the last part hold what every part holds besides.
-
-        Args:
-            draft: layers of the model that draft; of MTP layers the embedding counts, not their own weights.
-        """
-        return (
-            self._nbytes(self._outside(draft, is_first=True) - self.beside),
-            self._nbytes(self._outside(draft, is_last=True) - self.beside),
-            self._nbytes(self.beside),
-        )
+    def sizes(self, draft: Mtp | EarlyExit | None = None, *, spills: bool = False) -> LayerSizes:
+        """Return the bytes of the layers and of all other weights, with those of MTP layers."""
+        shared = self._nbytes(self.shared)
+        first = self._nbytes(self._outside(draft, is_first=True)) - shared
+        last = self._nbytes(self._outside(draft, is_last=True)) - shared
+        if isinstance(draft, Mtp):
+            assert self.skeleton.folder is not None
+            inner = inner_model(self.skeleton.module)
+            last += mtp_size(inner, self.skeleton.folder, draft.beside)[1]
+        return LayerSizes(tuple(self.layer_bytes), (first, last), shared, tuple(self.cuts), spills)
 
 
 def _outline(module: nn.Module, inner: Any) -> tuple[nn.ModuleList, _Outline]:
-    """Return the list of layers, and a forward of the model around it."""
+    """Return the list of layers, and the trace of a forward of the model around it."""
     reason = UnsupportedModel("it has no list of layers")
     for layers in _candidates(inner):
         try:
             outline = _Outline(module, layers)
-        except Beyond as error:  # the layers of an image encoder, or one of several lists
-            reason = error
+        except AttentionOutsideLayers as error:
+            reason = error  # an image encoder's layers, or one of several lists
             continue
         return layers, outline
     raise reason
 
 
 def _candidates(module: nn.Module) -> list[nn.ModuleList]:
-    """Return lists of modules that are in no other list, the largest first."""
+    """Return the outermost lists of modules, largest first."""
     lists: list[nn.ModuleList] = []
     for child in module.children():
         lists += [child] if isinstance(child, nn.ModuleList) else _candidates(child)
@@ -405,48 +456,37 @@ def _parameters(*sources: set[Source]) -> frozenset[nn.Parameter]:
     return frozenset(x for x in set[Source]().union(*sources) if isinstance(x, nn.Parameter))
 
 
-def _blocked_by_flows(outline: _Outline, inner: Any) -> dict[int, str]:
-    """Return cuts across which more than the hidden states of one layer would be needed."""
-    entries, blocked = outline.entries, dict[int, str]()
-    place: dict[Source, int] = {entry.index: i for i, entry in enumerate(entries)}
-    # A layer with an indexer of its own is handed what the layer before chose, and makes no use of it.
-    indexers = getattr(inner.config.get_text_config(decoder=True), "indexer_types", None) or ()
-    choosing = {i for i, kind in enumerate(indexers) if kind == "full"}
-
-    def block(reached: int, sources: set[Source], why: str) -> None:
-        for layer in sources & place.keys():
-            first = place[layer] + 1
-            reason = why.format(layer=place[layer], reached=reached, last=reached - 1)
-            blocked.update(dict.fromkeys(range(first, min(reached, len(entries) - 1) + 1), reason))
-
+def _blocked_by_flows(outline: _Outline, inner: Any) -> set[int]:
+    """Return the cuts across which more than the output of one layer would be needed."""
+    entries = outline.entries
+    position: dict[Source, int] = {entry.index: i for i, entry in enumerate(entries)}
+    # A layer with its own indexer is passed the choice of the previous layer, but does not use it.
+    indexers = getattr(inner.config.get_text_config(decoder=True), "indexer_types", None) or []
+    blocked = set[int]()
     streams = [*(entry.of_hidden for entry in entries), outline.of_logits]
     for reached, sources in enumerate(streams):
-        own = {entries[reached - 1].index} if reached else set[Source]()
-        why = "what layer {layer} makes is needed behind layer {last} as well"
-        block(reached, sources - own, why)
-    for reached, entry in enumerate(entries):
-        allowed = {entries[reached - 1].index} if reached in choosing and reached else set[Source]()
-        why = "layer {reached} is given more of layer {layer} than its hidden states"
-        block(reached, entry.of_others - allowed, why)
+        previous = {entries[reached - 1].index} if reached else set[Source]()
+        others = set[Source]() if reached == len(entries) else entries[reached].of_others
+        if reached < len(indexers) and indexers[reached] == "full":
+            others = others - previous
+        for layer in (sources - previous | others) & position.keys():
+            blocked.update(range(position[layer] + 1, reached + 1))
     return blocked
 
 
-def _blocked_by_objects(entries: list[_Entry], inner: Any) -> dict[int, str]:
-    """Return cuts across which layers share keys and values, or unknown objects."""
+def _blocked_by_objects(entries: list[_Entry], inner: Any) -> set[int]:
+    """Return the cuts across which layers share keys and values, or unknown objects."""
     count = len(entries)
     names = {name for entry in entries for name in entry.objects}
     if not names:
-        return {}
+        return set()
     config = inner.config.get_text_config(decoder=True)
     modes, kinds = getattr(config, "kv_sharing_modes", None), getattr(config, "layer_types", None)
     if names != {"shared_kv_states"} or not modes or not kinds or len(modes) != count:
-        listed = ", ".join(sorted(names))
-        why = f"its layers may hand each other something in {listed}, which is not known here"
-        return dict.fromkeys(range(1, count), why)
-    blocked: dict[int, str] = {}
+        return set(range(1, count))
+    blocked = set[int]()
     for reader, (mode, kind) in enumerate(zip(modes, kinds, strict=True)):
         makers = [i for i in range(reader) if modes[i] == "store" and kinds[i] == kind]
         if mode == "reuse" and makers:
-            why = f"layer {reader} reuses the keys and values of layer {makers[-1]}"
-            blocked |= dict.fromkeys(range(makers[-1] + 1, reader + 1), why)
+            blocked.update(range(makers[-1] + 1, reader + 1))
     return blocked

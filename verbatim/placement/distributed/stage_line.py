@@ -1,8 +1,8 @@
-"""The stages of a model: their layers, memory and connections, and the replacement of those that are lost.
+"""The stages of a model: their layers, memory and connections, and the replacement of lost stages.
 
-A stage is its layers' weights, which lie in the checkpoint, and K and V, which follow from the ids: with a
-stage, those of all stages are given up, and the engine computes them again as those of evicted sequences.
-No row's bits depend on when it is computed, so the outputs stay the same.
+The state of a stage can be restored: weights are read from the checkpoint, K and V recomputed from token ids.
+If a stage is lost, the K and V of all stages are dropped, and the engine recomputes them as for evicted
+sequences. Recomputed rows are bit-identical, so outputs do not change.
 """
 
 from __future__ import annotations
@@ -15,39 +15,38 @@ from dataclasses import asdict
 from itertools import zip_longest
 
 from verbatim.batch import Adapter
+from verbatim.common.shield import Shield
 from verbatim.errors import NotSupported, OutOfBlocks, StageFailed, VerbatimError
 from verbatim.params import CHOICES
 from verbatim.placement.distributed.choice import Cluster
 from verbatim.placement.distributed.group import StageGone, StageGroup, StageHandle, error_of
 from verbatim.placement.distributed.hosts import Hosts, NoHost
-from verbatim.placement.distributed.plan import LayerSizes, Range
 from verbatim.placement.distributed.served import check_keys
+from verbatim.placement.distributed.split import LayerSizes, Range
 from verbatim.placement.distributed.wire import Message
 from verbatim.protocols import CacheLost
-from verbatim.shield import Shield
 
-_LOOK_S = 5.0  # between two looks for machines that have joined
+_CHECK_INTERVAL_S = 5.0  # interval of checks for machines that have joined
 _log = logging.getLogger("verbatim.cluster")
 
 
 class StageLine(StageGroup):
-    """All stages of a model, in the order of their layers, with the KV cache that each must have.
+    """All stages of a model, in the order of their layers.
 
     Args:
-        layout: of the model's layers.
-        model: what a stage is told to open, without its range of layers.
-        fingerprint: of the model's files here.
+        layout: sizes of the model's layers.
+        model: the arguments of `StageShare.open` common to all stages.
+        fingerprint: fingerprint of the model's files on this machine.
 
     Attributes:
-        adapters: those that stages hold from their opening on, by number.
-        blocks: what K and V are allocated with: `num_blocks` and `num_states`.
-        epoch: raised whenever the stages are connected anew.
-        evict: evicts all sequences; returns how many tokens of them were computed.
-        at_rest: returns whether no sequence holds K and V.
-        recovery_s: how long each recovery so far has taken.
-        recomputed_tokens: the tokens that were evicted by `evict`.
-        weights: "files", as they are in the checkpoint, "updated" in memory, or "mixed", while that is done
-            or where it went wrong.
+        adapters: the loaded adapters by number; new stages load them when they are opened.
+        blocks: the size of every stage's KV cache: `num_blocks` and `num_states`.
+        epoch: number of the current set of connections, incremented by `connect`.
+        evict: function that evicts all sequences, and returns how many of their tokens were computed.
+        at_rest: function that returns whether no sequence holds K and V.
+        recovery_s: seconds that each recovery took.
+        recomputed_tokens: total of the results of `evict`.
+        weights: "files" (as in the checkpoint), "updated" (in memory) or "mixed" (partly updated).
     """
 
     def __init__(
@@ -69,41 +68,41 @@ class StageLine(StageGroup):
         self.recomputed_tokens = 0
         self.weights = "files"
         self._fingerprint = fingerprint
-        self._connected = False  # every stage has its connections in this epoch
-        self._kv_bytes: dict[Range, int] = {}  # by layers
-        self._shunned: set[str] = set()  # machines on which layers could not be opened
-        self._next_look = time.monotonic() + _LOOK_S
+        self._connected = False  # every stage has its connections of this epoch
+        self._kv_bytes: dict[Range, int] = {}  # allocated bytes, by range of layers
+        self._excluded: set[str] = set()  # machines on which layers could not be opened
+        self._next_check = time.monotonic() + _CHECK_INTERVAL_S
 
     def _prepare(self, launched: list[StageHandle]) -> None:
-        """Let each new process choose its device, and tell its memory and speed."""
+        """Assign a device to each new process, and store its memory and speed in `facts`."""
         alive = [member for member in self.members if member.lost is None]
         for member in launched:
             machine = member.facts["machine"]
             taken = {other.number for other in alive if other.facts["machine"] == machine}
             member.number = min({*range(len(taken) + 1)} - taken)
             alive.append(member)
-        own = [{"number": member.number} for member in launched]
+        numbers = [{"number": member.number} for member in launched]
         device = self.model["options"].device
-        answers = self.call("use", launched, own, patient=True, device=device)
+        answers = self.call("use", launched, numbers, patient=True, device=device)
         for member, facts in zip(launched, answers, strict=True):
             member.facts |= facts
 
     def open(self, members: list[StageHandle], ranges: list[Range]) -> None:
-        """Open the layers of each of these.
+        """Open a range of layers on each of `members`.
 
         Raises:
-            StageGone: one is lost meanwhile.
-            VerbatimError: the layers can't be had there, or the bits would differ.
+            StageGone: a stage was lost meanwhile.
+            VerbatimError: a stage can't open its layers, or would compute other bits.
         """
-        own = []
-        at = [(member.facts["machine"], member.facts["device"]) for member in members]
-        for member, place, (first, end) in zip(members, at, ranges, strict=True):
+        arguments = []
+        locations = [(member.facts["machine"], member.facts["device"]) for member in members]
+        for member, location, (first, end) in zip(members, locations, ranges, strict=True):
             member.first, member.end = first, end
-            memory = member.facts["memory"] // at.count(place)
+            memory = member.facts["memory"] // locations.count(location)
             kv_bytes = self._kv_bytes.get((first, end))
-            own.append({"first": first, "end": end, "memory": memory, "kv_bytes": kv_bytes})
-        told = {**self.model, "adapters": list(self.adapters.values())}
-        shapes = self.call("open", members, own, patient=True, **told)
+            arguments.append({"first": first, "end": end, "memory": memory, "kv_bytes": kv_bytes})
+        common = {**self.model, "adapters": list(self.adapters.values())}
+        shapes = self.call("open", members, arguments, patient=True, **common)
         for member, shape in zip(members, shapes, strict=True):
             member.shape = shape
             if shape["fingerprint"] != self._fingerprint:
@@ -115,16 +114,16 @@ class StageLine(StageGroup):
         check_keys((member.host.machine, member.shape["numerics_key"]) for member in opened)
 
     def allocate(self, members: list[StageHandle], line: list[StageHandle]) -> None:
-        """Allocate the KV memory of stages; `line` is all of them, in order."""
-        own = []
+        """Allocate the KV cache on `members`; `line` has all stages in order."""
+        arguments = []
         for member in members:
             before = line[: line.index(member)]
             first_of = {
                 name: sum(other.shape["choices"][name].layers for other in before)
                 for name in CHOICES
             }
-            own.append({"first_of": first_of})
-        answers = self.call("allocate", members, own, patient=True, **self.blocks)
+            arguments.append({"first_of": first_of})
+        answers = self.call("allocate", members, arguments, patient=True, **self.blocks)
         for member, answer in zip(members, answers, strict=True):
             member.shape.update(answer)
             blocks, shape = self.blocks, member.shape
@@ -134,48 +133,42 @@ class StageLine(StageGroup):
             self._kv_bytes[member.first, member.end] = nbytes
 
     def connect(self) -> None:
-        """Begin a new epoch: every stage closes its connections and gets new ones.
-
-        Raises:
-            StageGone: one is lost meanwhile.
-        """
+        """Begin a new epoch: every stage replaces its connections. Raises StageGone if a stage is lost."""
         self._connected = False
         self.epoch += 1
-        self.reports()  # of the epoch before
-        own = []
-        for index, (member, behind) in enumerate(zip_longest(self.members, self.members[1:])):
+        self.reports()  # discards reports of the last epoch
+        per_member = []
+        for index, (member, next_stage) in enumerate(zip_longest(self.members, self.members[1:])):
             member.index = index
-            behind_at = behind and behind.host.address
-            own.append({"index": index, "restarts": member.restarts, "next": behind_at})
+            next_address = next_stage and next_stage.host.address
+            per_member.append({"index": index, "restarts": member.restarts, "next": next_address})
         limits: Message = {"patience_s": self.patience_s, "timeout_s": self.step_timeout_s}
-        answers = self.call("link", own=own, epoch=self.epoch, **limits)
+        answers = self.call("link", per_member=per_member, epoch=self.epoch, **limits)
         for member, answer in zip(self.members, answers, strict=True):
             if "unreachable" in answer:
-                self.cut_off(member, answer["unreachable"])
+                self.cut_off(member.index + 1, answer["unreachable"])
         self.check()
         self._connected = True
 
-    def cut_off(self, member: StageHandle, why: object) -> StageHandle:
-        """Mark the stage after this one as lost, because it can't be reached from there."""
-        behind = self.members[member.index + 1]
-        behind.lost = behind.lost or f"{member} can't reach it: {why}"
-        return behind
+    def cut_off(self, index: int, why: object) -> StageHandle:
+        """Mark a stage as lost, as the stage before it can't reach it; return the lost one."""
+        before, member = self.members[index - 1 : index + 1]
+        member.lost = member.lost or f"{before} can't reach it: {why}"
+        return member
 
     @property
     def in_order(self) -> bool:
-        """Return whether all stages are alive, as far as is known, and connected."""
+        """Return whether all stages are connected, and none is known to be lost."""
         return self._connected and not self.lost
 
     def recover(self, *, last: bool = False) -> None:
-        """Evict all sequences, replace all lost stages, and connect again.
-
-        What Ctrl-C breaks off here is taken up again by the next call.
+        """Evict all sequences, replace all lost stages, and reconnect. After Ctrl-C, the next call continues.
 
         Args:
-            last: there were so many attempts already that this one is not made.
+            last: whether no attempts are left, so that StageFailed is raised after the eviction.
 
         Raises:
-            StageFailed: it can't be done; names the stage and the reason.
+            StageFailed: the recovery failed; the message has the stage and the reason.
         """
         if self.weights == "updated" and self.lost:
             lost = "; ".join(map(str, self.lost))
@@ -183,7 +176,7 @@ class StageLine(StageGroup):
                 f"{lost}: its weights were updated in memory, and are lost; call update_weights again"
             )
         begin = time.monotonic()
-        # Until the stages are connected anew, nothing is cached: no KV of an earlier epoch is ever read.
+        # Nothing is cached until the stages are connected again: KV of an earlier epoch is never read.
         self._connected = False
         with Shield().up():
             self.recomputed_tokens += self.evict()
@@ -218,84 +211,81 @@ class StageLine(StageGroup):
             member.give_up()
         silent = {m.host.machine for m in lost if not hosts.reachable(m.host)}
         for old in lost:
-            self._fill(old, silent)
+            self._replace_stage(old, silent)
             self.num_restarts += 1
 
-    def _fill(self, old: StageHandle, avoid: set[str]) -> None:
-        """Replace the stage `old`, on any other machine that can hold its layers."""
+    def _replace_stage(self, old: StageHandle, avoid: set[str]) -> None:
+        """Replace the stage `old` by a process on any machine that can hold its layers, except `avoid`."""
         why: Exception | None = None
         while True:
             try:
-                (new,) = self.launch(1, avoid | self._shunned)
+                (new,) = self.launch(1, avoid | self._excluded)
             except NoHost as error:
                 raise why or error from None
             try:
-                self._take_the_place(old, new, avoid)
+                self._open_in_place_of(old, new, avoid)
             except (StageGone, NoHost, OutOfBlocks):
                 raise
             except VerbatimError as error:
                 why = error
-                self._shun(new.host.machine, error)
+                self._exclude(new.host.machine, error)
             else:
                 return
 
-    def _take_the_place(self, old: StageHandle, new: StageHandle, avoid: set[str]) -> None:
-        """Open the layers of `old` on `new`, and on a second process if it lacks the memory for all."""
-        filled, ranges = [new], [(old.first, old.end)]
+    def _open_in_place_of(self, old: StageHandle, new: StageHandle, avoid: set[str]) -> None:
+        """Open the layers of `old` on `new` and, if that has too little memory, on a second process."""
+        members, ranges = [new], [(old.first, old.end)]
         try:
-            held = self.layout.bytes_of(*ranges[0])
-            if held > self.layout.room(new.facts["memory"]):
-                filled += self.launch(1, avoid | self._shunned)
-                room = [member.facts["memory"] for member in filled]
+            nbytes = self.layout.bytes_of(*ranges[0])
+            if nbytes > self.layout.room(new.facts["memory"]):
+                members += self.launch(1, avoid | self._excluded)
+                room = [member.facts["memory"] for member in members]
                 ranges = self.layout.divide(room, [1.0, 1.0], ranges[0])
-            self.open(filled, ranges)
-            place = self.members.index(old)
-            line = [*self.members[:place], *filled, *self.members[place + 1 :]]
-            for index, member in enumerate(filled, start=place):
+            self.open(members, ranges)
+            position = self.members.index(old)
+            line = [*self.members[:position], *members, *self.members[position + 1 :]]
+            for index, member in enumerate(members, start=position):
                 member.index = index
                 member.restarts = old.restarts + (old.lost is not None)
-            self.allocate(filled, line)
+            self.allocate(members, line)
         except BaseException:
-            for member in filled:
+            for member in members:
                 member.give_up()
             raise
         self._connected = False
         self.members = line
 
-    def _shun(self, machine: str, error: Exception) -> None:
-        if machine not in self._shunned:
+    def _exclude(self, machine: str, error: Exception) -> None:
+        if machine not in self._excluded:
             _log.warning("%s can't be used: %s", machine, error)
-        self._shunned.add(machine)
+        self._excluded.add(machine)
 
     def check_reports(self, step: int) -> None:
-        """Read what the stages report.
+        """Handle the reports of stages.
 
         Raises:
-            StageGone: a stage is lost, can't reach the next one, or the other way round.
+            StageGone: a stage or the connection between two stages is lost.
             VerbatimError: a stage failed in this step.
         """
         self.check()
         for member, report in self.reports():
             if report.get("epoch") == self.epoch:
-                if "unreachable" in report:
-                    raise StageGone(str(self.cut_off(member, report["unreachable"])))
                 if "cut_off" in report:
-                    before = self.members[member.index - 1]
-                    raise StageGone(str(self.cut_off(before, report["cut_off"])))
+                    raise StageGone(str(self.cut_off(report["cut_off"], report["why"])))
                 if report.get("step") == step:
                     raise error_of(report["error"], str(member))
 
     def move(self, ranges: list[Range]) -> None:
-        """Move layers: evict all sequences, and let stages with other ranges than these open them.
+        """Evict all sequences, and assign new ranges of layers to the stages.
 
         Raises:
             StageFailed: a stage was lost meanwhile, and can't be replaced.
         """
         members = self.members
         changed = {
-            member: wanted
-            for member, wanted in zip(members, ranges, strict=True)
-            if (member.first, member.end) != wanted
+            member: new
+            for member, new in zip(members, ranges, strict=True)
+            if (member.first, member.end) != new
         }
         if not changed:
             return
@@ -307,38 +297,38 @@ class StageLine(StageGroup):
             self.allocate(list(changed), members)
         except BaseException as error:
             for member in changed:
-                member.lost = member.lost or "it was to hold other layers, which went wrong"
+                member.lost = member.lost or "moving layers to it failed"
             if not isinstance(error, StageGone):
                 raise
         self.recover()
 
-    def take_in_joined(self) -> None:
-        """Move a stage to a machine that has none, from one that has several.
+    def use_joined_machine(self) -> None:
+        """If a machine without stages has joined, move a stage to it from a machine with several.
 
-        It checks now and then, and only while no sequence holds K and V.
+        The check is made at most once per `_CHECK_INTERVAL_S`, and only while no sequence holds K and V.
 
         Raises:
             CacheLost: a stage was moved.
             StageFailed: the stages can't be connected again.
         """
         now = time.monotonic()
-        if now < self._next_look or self.weights != "files" or not self.at_rest():
+        if now < self._next_check or self.weights != "files" or not self.at_rest():
             return
-        self._next_look = now + _LOOK_S
-        on = Counter(member.host.machine for member in self.members)
+        self._next_check = now + _CHECK_INTERVAL_S
+        counts = Counter(member.host.machine for member in self.members)
         try:
-            free = [m for m in self.hosts.machines() if m not in self._shunned.union(on)]
+            free = [m for m in self.hosts.machines() if m not in self._excluded.union(counts)]
         except NoHost as error:
             _log.warning("the machines that have joined can't be listed: %s", error)
             return
-        crowded = [member for member in self.members if on[member.host.machine] > 1]
+        crowded = [member for member in self.members if counts[member.host.machine] > 1]
         if not free or not crowded:
             return
         old = crowded[-1]
-        try:  # on one of them: the others may be of use if that one is not
-            self._fill(old, {*on, *free[1:]})
+        try:  # only the first one; if it can't be used, the next check tries another
+            self._replace_stage(old, {*counts, *free[1:]})
         except (VerbatimError, OSError) as error:
-            self._shun(free[0], error)
+            self._exclude(free[0], error)
             return
         old.give_up()
         _log.info("%s has joined, and takes layers %d to %d", free[0], old.first, old.end)

@@ -1,10 +1,11 @@
-"""The share of a stage: some layers with their KV cache, their steps, and connections to the stages beside.
+"""The share of a stage: some layers with their KV cache, and the connections to adjacent stages.
 
-Work and hidden states name their epoch, step and micro-batch: those of another epoch are refused.
+Work and hidden states are tagged with their epoch, step and micro-batch; those of another epoch are refused.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 import time
@@ -19,51 +20,47 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import Batch, SamplePlan
-from verbatim.device import Device
 from verbatim.errors import VerbatimError
-from verbatim.kv.store import cache_info
+from verbatim.model.device import Device
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.products import threads
 from verbatim.model.spec import ModelSpec
-from verbatim.options import dtype_name
 from verbatim.placement.distributed.link import Address, CutOff, Link, LinkLost, connect
 from verbatim.placement.distributed.part import Part
 from verbatim.placement.distributed.served import Served, Skipped, draft_of, key_of
 from verbatim.placement.distributed.split import Split
-from verbatim.placement.distributed.wire import Garbage, Message, bytes_of, dtype_named
+from verbatim.placement.distributed.wire import Garbage, Message, bytes_of
 from verbatim.placement.offload.planner import BUDGET_SHARE
-from verbatim.placement.offload.report import plan_line
-from verbatim.placement.offload.runner import open_tiered
-from verbatim.placement.offload.tiers import Tiers
-from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, ToOpen
+from verbatim.placement.offload.runner import Tiers, open_tiered
+from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, OpenRequest
 from verbatim.placement.resident import Resident, open_store
 from verbatim.protocols import Forward
 from verbatim.weights.identity import fingerprint
 
-LIMITS = ("max_sequences", "max_batch_tokens", "prompt_rows")  # of `EngineOptions`, by a plan
-_ECHOES = 3  # round trips by which a new connection is measured
-_SPANS = 4096  # of the past, for benchmarks
-_RECENT_S = 10.0  # over which `tokens_per_s` is
-_FEW_FRAMES = 16  # after which a stage's speed is that of its work
+LIMITS = ("max_sequences", "max_batch_tokens", "prompt_rows")  # options that a plan may lower
+_ECHOES = 3  # round trips to measure the latency of a new connection
+_SPANS = 4096  # maximum length of `spans`, which is for benchmarks
+_RECENT_S = 10.0  # period over which `tokens_per_s` is averaged
+_MIN_FRAMES = 16  # micro-batches before a stage's speed is reported
 _WORK = struct.Struct("<qqq")  # epoch, step and micro-batch
-_ROWS, _VOID = b"rows", b"void"  # in front of it: hidden states follow, or as many bytes of none
+_ROWS, _VOID = b"rows", b"void"  # prefixes of `_WORK`; hidden states follow, or filler bytes
 _HEAD_BYTES = len(_ROWS) + _WORK.size
-_FRONT = 64  # bytes in front of hidden states, which begin at an address of their own
+_ROW_OFFSET = 64  # of hidden states in their buffer: leaves room for the head, and aligns them
 
 
 class StageShare(Served):
-    """The layers of one stage of several.
+    """The layers of one pipeline stage.
 
     Attributes:
         part: the layers; None: none are open.
-        epoch: raised whenever all stages are connected anew.
-        index: this stage's place in the line.
+        epoch: number of the current set of connections; see `StageLine`.
+        index: position of the stage, from 0.
     """
 
-    calls = Served.calls | {"link", "work", "draw", "logits", "record", "spans"}
-    at_once = frozenset({"link"})  # it may take seconds
+    calls = Served.calls | {"link", "work", "draw", "logits", "record", "spans", "status"}
+    concurrent = frozenset({"link"})  # may take seconds
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,22 +68,22 @@ class StageShare(Served):
         self.epoch = 0
         self.index = 0
         self._options: EngineOptions
-        self._split: Any = None  # the `Split` of a model that was inspected here
+        self._split: Any = None  # the `Split` of the last inspected model
         self._first_of: dict[str, int] = {}
-        self._restarts = 0  # how often this place was filled anew
-        self._hop_s: float | None = None  # of a small message to the stage behind, when connected
-        self._before: Link | None = None
-        self._before_epoch = 0
-        self._next: Link | None = None
-        self._computed: dict[int, list[Forward]] = {}  # of the last step, on the last stage
+        self._restarts = 0  # how often the process of this stage was replaced
+        self._hop_s: float | None = None  # latency of a small message to the next stage
+        self._previous_link: Link | None = None
+        self._previous_epoch = 0
+        self._next_link: Link | None = None
+        self._computed: dict[int, list[Forward]] = {}  # of the last step; on the last stage
         self._num_frames = self._num_tokens = 0
         self._busy_s = 0.0
         self._spans: deque[tuple[int, int, float, float, int]] = deque(maxlen=_SPANS)
 
-    # Its layers.
+    # Layers.
 
     def use(self, device: Device, number: int) -> Message:
-        """See `Served`. `speed` is the read bandwidth of the device's memory in bytes/s."""
+        """See `Served`; adds `speed`, the read bandwidth of the device's memory in bytes/s."""
         return {**super().use(device, number), "speed": _bytes_per_second(self.device)}
 
     def skeleton(self, source: ModelSource) -> LoadedModel:
@@ -96,10 +93,10 @@ class StageShare(Served):
         return loaded
 
     def open(self, **message: Any) -> Message:
-        """Read a range of a model's layers, after freeing those held before.
+        """Free any open layers, then read a range of a model's layers.
 
         Raises:
-            ModelError, NotSupported: it can't be had here.
+            ModelError, NotSupported: this process can't open the layers.
         """
         self.close()
         device = self.device
@@ -117,23 +114,15 @@ class StageShare(Served):
             self.part = part
         for adapter in message.get("adapters", ()):
             part.decoder.load_adapter(adapter)
-        spec, report = part.decoder.spec, part.own.packed
-        dtype = options.kv_dtype or spec.dtype
+        spec = part.decoder.spec
         return {
-            "architecture": part.decoder.architecture,
-            "parameters": part.num_parameters,
-            "weight_bytes": part.weight_bytes,
-            "quantization": None if report is None else report.info(),
-            "dtype": dtype_name(spec.dtype),
-            "kv_dtype": dtype_named(dtype),
             "vocab_size": self._split.vocab_size,
             "choices": spec.choices,
             "hidden_reason": spec.hidden_reason if part.is_last else None,
-            **cache_info(spec.layers, spec.states, dtype, part.drafts.bytes_per_token(dtype)),
             "token_bytes": options.token_bytes(spec, part.drafts),
+            "state_bytes": sum(state.nbytes for state in spec.states),
             "draft": part.drafts.info(),
             "limits": None if part.tiers is None else _limits_of(part.tiers, spec, part.drafts),
-            "gpu": device.info(),
             "numerics_key": key_of(loaded, options),
             "fingerprint": fingerprint(loaded),
             "memory": device.available_memory,
@@ -143,7 +132,7 @@ class StageShare(Served):
         """Allocate the KV store.
 
         Args:
-            first_of: the number of layers before this part that choose, by `CHOICES`.
+            first_of: for each of `CHOICES`, the number of choosing layers in earlier stages.
         """
         part, options = self._opened(), self._options
         decoder, drafts = part.decoder, part.drafts
@@ -152,12 +141,14 @@ class StageShare(Served):
             self.runner = open_tiered(part.tiers, decoder, drafts, num_blocks, num_states)
         else:
             store = open_store(decoder.spec, options, drafts, num_blocks, num_states)
-            self.runner = Resident(decoder, store, options.num_threads, drafts, part.own)
+            self.runner = Resident(decoder, store, options.num_threads, drafts, part.loaded)
             self.runner.record_steps()
-        return {"row_widths": self.row_widths}
+        weights = {"parameters": part.num_parameters, "weight_bytes": part.weight_bytes}
+        self.runner.placement = {"placement": "cluster", **weights}
+        return {"row_widths": self.row_widths, "info": self.runner.info()}
 
     def record(self, name: str, **fields: Any) -> Tensor | None:
-        """Return what was chosen for a sequence's tokens, from its blocks; None if no layer here chooses."""
+        """Return the recorded choices for a sequence's tokens; None if no layer of this stage chooses."""
         if self.runner is None or name not in self.runner.records:
             return None
         return self.runner.record(name, **fields)
@@ -171,24 +162,29 @@ class StageShare(Served):
         self.part = self.runner = self._weights = None
 
     def status(self) -> Message:
-        """See `Served`. `speed` is that of the work so far, in bytes of weights a second."""
+        """Return the state of this process, as plain values.
+
+        `speed` is in bytes of weights per second; None until enough work is done.
+        """
         part, runner, frames = self.part, self.runner, self._num_frames
         since = time.monotonic() - _RECENT_S
         recent = sum(tokens for *_, end, tokens in self._spans.copy() if end > since)
         weight_bytes = 0 if part is None else part.weight_bytes
-        held = 0 if runner is None else sum(store.nbytes for store in runner.stores)
-        known = frames >= _FEW_FRAMES and self._busy_s
+        kv_bytes = 0 if runner is None else sum(store.nbytes for store in runner.stores)
+        is_measured = frames >= _MIN_FRAMES and self._busy_s
         steps = None if runner is None else runner.decoder.steps
         return {
-            **super().status(),
+            "pid": os.getpid(),
+            "address": self.address,
+            "serving": self._head is not None,
             "layers": None if part is None else [part.first, part.end],
             "weight_bytes": weight_bytes,
-            "kv_bytes": held,
+            "kv_bytes": kv_bytes,
             "frames": frames,
             "tokens": self._num_tokens,
             "busy_s": self._busy_s,
-            "speed": weight_bytes * frames / self._busy_s if known else None,
-            "tokens_per_s": recent / _RECENT_S,  # that went through here lately, waiting included
+            "speed": weight_bytes * frames / self._busy_s if is_measured else None,
+            "tokens_per_s": recent / _RECENT_S,  # recent throughput, including idle time
             "index": self.index,
             "epoch": self.epoch,
             "restarts": self._restarts,
@@ -197,7 +193,7 @@ class StageShare(Served):
         }
 
     def spans(self) -> list[tuple[int, int, float, float, int]]:
-        """Return the last work: step, micro-batch, begin and end by `time.monotonic`, and rows of each."""
+        """Return (step, micro-batch, begin, end, rows) of recent work, with times of `time.monotonic`."""
         return list(self._spans)
 
     def _opened(self) -> Part:
@@ -211,11 +207,15 @@ class StageShare(Served):
         if who.get("role") != "stage":
             return super().accept(who, link)
         with self._lock:
-            newest = max(self.epoch, self._before_epoch)
+            newest = max(self.epoch, self._previous_epoch)
             if who["epoch"] < newest:
                 raise VerbatimError(f"epoch {who['epoch']} is over: this stage is in {newest}")
-            before, self._before, self._before_epoch = self._before, link, who["epoch"]
-        _close(before)
+            previous, self._previous_link, self._previous_epoch = (
+                self._previous_link,
+                link,
+                who["epoch"],
+            )
+        _close(previous)
         return lambda: _echo(link)
 
     def link(
@@ -230,20 +230,21 @@ class StageShare(Served):
         """Begin an epoch: close the connections to other stages, and connect to the next one.
 
         Args:
-            patience_s: time limit of the connection to the next stage.
-            timeout_s: the next stage reads nothing for so long while it computes.
+            next: address of the next stage; None on the last one.
+            patience_s: time limit for connecting to the next stage.
+            timeout_s: time limit for sending to the next stage, which does not receive while it computes.
 
         Returns:
-            `unreachable`, the reason, if that fails.
+            The reason why the next stage is `unreachable`; empty on success.
         """
         with self._lock:
             if epoch <= self.epoch:
                 raise VerbatimError(f"epoch {epoch} is over: this stage is in {self.epoch}")
             self.epoch, self.index, self._restarts, self._hop_s = epoch, index, restarts, None
-            stale, self._next = [self._next], None
-            if self._before_epoch < epoch:
-                stale.append(self._before)
-                self._before = None
+            stale, self._next_link = [self._next_link], None
+            if self._previous_epoch < epoch:
+                stale.append(self._previous_link)
+                self._previous_link = None
         _close(*stale)
         if next is None:
             return {}
@@ -257,51 +258,55 @@ class StageShare(Served):
             if self.epoch != epoch:
                 link.close()
                 raise VerbatimError(f"epoch {epoch} is over: this stage is in {self.epoch}")
-            self._next, self._hop_s = link, hop_s
+            self._next_link, self._hop_s = link, hop_s
         threading.Thread(target=self._watch, args=(link, epoch), daemon=True).start()
         return {}
 
     def _watch(self, link: Link, epoch: int) -> None:
-        """Report when the next stage is unreachable: sent messages may be lost."""
+        """Wait until the connection to the next stage is lost, and report it, as messages may be lost."""
         try:
             while True:
-                link.receive()  # empty messages, while it waits
+                link.receive()  # empty messages, sent while the next stage waits
         except (LinkLost, Garbage) as error:
             link.close()
             if self.epoch == epoch:
-                self.report({"epoch": epoch, "unreachable": str(error)})
+                self._report_lost(epoch, self.index + 1, error)
+
+    def _report_lost(self, epoch: int, index: int, error: LinkLost | Garbage) -> None:
+        """Report that the connection from the stage before `index` to that stage is lost."""
+        self.report({"epoch": epoch, "cut_off": index, "why": str(error)})
 
     def hang_up(self) -> None:
         super().hang_up()
-        _close(self._before, self._next)
-        self._before = self._next = None
+        _close(self._previous_link, self._next_link)
+        self._previous_link = self._next_link = None
 
     # Steps.
 
     def work(self, epoch: int, step: int, part: int, batch: Batch) -> None:
-        """Run a micro-batch; its hidden states go on to the next stage, or stay until they are sampled.
+        """Run a micro-batch, and send its hidden states to the next stage; the last one stores its logits.
 
         Args:
-            part: which micro-batch of the step it is.
+            part: number of the micro-batch in the step.
         """
         if not isinstance(batch, Batch):
-            raise TypeError("the batch of a piece of work is none")
+            raise TypeError("work without a Batch")
         with self._lock:
-            now, index, link = self.epoch, self.index, self._next
-            before = self._before if self._before_epoch == epoch else None
+            now, index, link = self.epoch, self.index, self._next_link
+            previous = self._previous_link if self._previous_epoch == epoch else None
         if epoch != now:
-            raise VerbatimError(f"epoch {epoch} is of the past: this stage is in {now}")
-        which, rows = _WORK.pack(epoch, step, part), None
+            raise VerbatimError(f"epoch {epoch} is over: this stage is in {now}")
+        tag, rows = _WORK.pack(epoch, step, part), None
         try:
-            hidden = self._receive(before, which, batch.num_tokens) if index else None
+            hidden = self._receive(previous, tag, batch.num_tokens) if index else None
             begin = time.monotonic()
             out = self.run(batch, hidden)
             self.device.synchronize()
-            end = time.monotonic()  # from here to the `begin` of the next stage it is a hop
+            end = time.monotonic()  # from here to `begin` of the next stage: a hop
             rows = out.logits
         finally:
             if link is not None:
-                self._pass_on(link, which, rows, batch.num_tokens)
+                self._send_hidden(link, tag, rows, batch.num_tokens)
         self._num_frames += 1
         self._num_tokens += batch.num_tokens
         self._busy_s += end - begin
@@ -310,7 +315,7 @@ class StageShare(Served):
             if step not in self._computed:
                 self._computed = {step: []}
             if self.running.decoder.steps is not None:
-                # The next micro-batch overwrites what is replayed.
+                # The next micro-batch overwrites the output of a recorded step.
                 out = replace(out, logits=out.logits.clone())
             self._computed[step].append(out)
 
@@ -318,73 +323,73 @@ class StageShare(Served):
         size: int = self._split.hidden_size * self._split.hidden_dtype.itemsize
         return size
 
-    def _receive(self, before: Link | None, which: bytes, num_tokens: int) -> Tensor:
+    def _receive(self, previous: Link | None, tag: bytes, num_tokens: int) -> Tensor:
         """Wait for the hidden states `[T, H]` of a micro-batch.
 
         Raises:
-            Skipped: the stage before reports why, or is gone; this one reports that it is cut off from it.
+            Skipped: the previous stage failed or is gone. A cut network is reported here.
         """
-        room = torch.empty(_FRONT + num_tokens * self._row_bytes(), dtype=torch.uint8)
-        view = room.numpy().data[_FRONT - _HEAD_BYTES :]
+        buffer = torch.empty(_ROW_OFFSET + num_tokens * self._row_bytes(), dtype=torch.uint8)
+        view = buffer.numpy().data[_ROW_OFFSET - _HEAD_BYTES :]
         head = view[:_HEAD_BYTES]
-        hidden = room[_FRONT:].view(self._split.hidden_dtype).view(num_tokens, -1)
+        hidden = buffer[_ROW_OFFSET:].view(self._split.hidden_dtype).view(num_tokens, -1)
         self.busy_since = None
-        if before is None:
+        if previous is None:
             raise Skipped
         try:
-            before.fill(view)
+            previous.receive_into(view)
         except LinkLost as error:
             if isinstance(error, CutOff):
-                self.report({"epoch": _WORK.unpack(which)[0], "cut_off": str(error)})
+                self._report_lost(_WORK.unpack(tag)[0], self.index, error)
             raise Skipped from None
         self.busy_since = time.monotonic()
-        if head != _ROWS + which:
-            if head != _VOID + which:  # of other work
-                before.close()
+        if head != _ROWS + tag:
+            if head != _VOID + tag:  # the head of other work
+                previous.close()
             raise Skipped
         return hidden
 
-    def _pass_on(self, link: Link, which: bytes, rows: Tensor | None, num_tokens: int) -> None:
-        """Send hidden states to the next stage; None: as many bytes of none, so that it doesn't wait.
+    def _send_hidden(self, link: Link, tag: bytes, rows: Tensor | None, num_tokens: int) -> None:
+        """Send hidden states (None: filler bytes, so that it does not wait) to the next stage.
 
-        They go from stage to stage in every step, right after weights have swept all else out of the
-        processor's caches: then each piece of code and each object that is touched costs more than moving
-        the states does. So both sides know their sizes, and the other side wakes up at the head.
+        This runs in every step, after weights have evicted everything else from the processor's caches, so
+        that running code costs more than moving the data. It is not encoded as a message: both sides know its
+        size, and the receiver wakes up when the head arrives.
         """
         try:
-            head = _ROWS + which
+            head = _ROWS + tag
             if rows is None:
-                head = _VOID + which
+                head = _VOID + tag
                 rows = torch.zeros(num_tokens * self._row_bytes(), dtype=torch.uint8)
-            link.put(head)
-            link.put(bytes_of(rows.cpu().contiguous()))
+            link.send_raw(head)
+            link.send_raw(bytes_of(rows.cpu().contiguous()))
         except LinkLost as error:
-            self.report({"epoch": _WORK.unpack(which)[0], "unreachable": str(error)})
+            self._report_lost(_WORK.unpack(tag)[0], self.index + 1, error)
 
     def run(self, batch: Batch, hidden: Tensor | None) -> Forward:
-        """Run one micro-batch; return its output, with the hidden states that leave in the place of logits.
+        """Run one micro-batch; return its output, with hidden states for the next stage in place of logits.
 
         Args:
-            hidden: `[T, H]` from the stage before; None on the first.
+            hidden: hidden states `[T, H]` from the previous stage; None on the first stage.
         """
         part, runner = self._opened(), self.running
 
-        def own(name: str, forced: Tensor | None) -> Tensor | None:
-            """Return what the layers here are forced to choose, of that of all layers."""
+        def own_columns(name: str, forced: Tensor | None) -> Tensor | None:
+            """Return the columns of this stage's layers from the forced choices of all layers."""
             first, count = self._first_of[name], runner.choices[name].layers
             return forced[:, first : first + count] if forced is not None and count else None
 
-        batch.forced_experts = own("routing", batch.forced_experts)
-        batch.forced_keys = own("indices", batch.forced_keys)
+        batch.forced_experts = own_columns("routing", batch.forced_experts)
+        batch.forced_keys = own_columns("indices", batch.forced_keys)
         part.enter(batch, hidden)
         return runner.forward(batch)
 
     def draw(self, epoch: int, step: int, parts: int, plan: SamplePlan) -> Message:
-        """Sample from a step.
+        """Sample from the logits of a step.
 
         Raises:
-            VerbatimError: it is of the past.
-            Skipped: a micro-batch of it failed.
+            VerbatimError: the step belongs to an earlier epoch.
+            Skipped: a micro-batch of the step failed.
         """
         logits = self._logits(epoch, step, parts)
         hidden = [part.hidden for part in self._computed[step] if part.hidden is not None]
@@ -394,16 +399,32 @@ class StageShare(Served):
         }
 
     def logits(self, epoch: int, step: int, parts: int, rows: list[int]) -> Tensor:
-        """Return some logits of a step; errors as of `draw`."""
+        """Return rows of the logits of a step; raises the errors of `draw`."""
         return self.running.logits(Forward(self._logits(epoch, step, parts)), rows)
 
     def _logits(self, epoch: int, step: int, parts: int) -> Tensor:
         if epoch != self.epoch:
-            raise VerbatimError(f"step {step} of epoch {epoch} is of the past")
+            raise VerbatimError(f"step {step} belongs to epoch {epoch}, which is over")
         rows = [part.logits for part in self._computed.get(step, ())]
         if len(rows) < parts:
             raise Skipped
         return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+
+class StageActor(StageShare):
+    """A process with one stage, run by Ray as an actor."""
+
+    def __init__(self, key: bytes, name: str) -> None:
+        import ray
+
+        super().__init__()
+        self._name = name
+        here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self.listen(key, here, lambda: os._exit(0))
+
+    def status(self) -> Message:
+        """See `StageShare`; adds the name of the cluster, for `verbatim cluster status`."""
+        return {"cluster": self._name, **super().status()}
 
 
 def _close(*links: Link | None) -> None:
@@ -413,7 +434,7 @@ def _close(*links: Link | None) -> None:
 
 
 def _echo(link: Link) -> None:
-    """Answer the other side's `_half_round_trip`."""
+    """Answer the messages of the other side's `_half_round_trip`."""
     with suppress(LinkLost, Garbage):
         for _ in range(_ECHOES - 1):
             link.receive()
@@ -424,7 +445,7 @@ def _echo(link: Link) -> None:
 
 
 def _half_round_trip(link: Link) -> float:
-    """Measure the one-way latency of a small message in seconds, the best of a few. The link must be idle."""
+    """Return the one-way latency of a small message in seconds, the best of a few. The link must be idle."""
     best = float("inf")
     for _ in range(_ECHOES):
         begin = time.perf_counter()
@@ -434,15 +455,15 @@ def _half_round_trip(link: Link) -> float:
     return best / 2
 
 
-def _tiers_of(message: Message, share: float, own: LoadedModel, draft: Mtp | None) -> Tiers:
-    """Return the weights of a stage, read into the tiers of a plan.
+def _tiers_of(message: Message, share: float, loaded: LoadedModel, draft: Mtp | None) -> Tiers:
+    """Read the weights of a stage into the tiers of a plan.
 
     Args:
-        message: as of `StageShare.open`. `memory` is this stage's, and so are `kv_bytes`, which are None if
-            such a stage was never opened.
-        share: the part of the model's layers that the stage has.
-        own: the layers.
-        draft: MTP layers beside them.
+        message: the arguments of `StageShare.open`, with this stage's `memory` and `kv_bytes` (None if its KV
+            cache was never allocated).
+        share: the stage's fraction of the model's layers.
+        loaded: the model with the weights of these layers.
+        draft: MTP layers to read with them.
     """
     offload, options, kv_bytes = message["offload"], message["options"], message["kv_bytes"]
     if kv_bytes is None and options.kv_bytes is not None:
@@ -452,23 +473,22 @@ def _tiers_of(message: Message, share: float, own: LoadedModel, draft: Mtp | Non
             offload = offload.replace(gpu=int(message["memory"] * BUDGET_SHARE))
         elif kv_bytes is None:
             kv_bytes = int(message["memory"] * DEFAULT_KV_SHARE)
-    options = replace(options, kv_bytes=kv_bytes, quantization=own.quantization)
-    return Tiers(ToOpen(own, None, options, message["limit"], draft), offload)
+    options = replace(options, kv_bytes=kv_bytes, quantization=loaded.quantization)
+    return Tiers(OpenRequest(loaded, None, options, message["limit"], draft), offload)
 
 
 def _limits_of(tiers: Tiers, spec: ModelSpec, drafts: DraftLayers) -> Message:
-    """Return what a stage's plan has room for."""
+    """Return the limits of a stage's plan: blocks, states, and the options in `LIMITS`."""
     blocks, states = tiers.num_blocks(spec, drafts)
     return {
         "num_blocks": blocks,
         "num_states": states if spec.states else None,
         **{name: getattr(tiers.options, name) for name in LIMITS},
-        "plan": plan_line(tiers.forecast),
     }
 
 
 def _bytes_per_second(device: Device) -> float:
-    """Measure the read bandwidth of a device in bytes/s: the median of a few tries."""
+    """Measure the read bandwidth of a device's memory in bytes/s, as the median of five runs."""
     block = torch.ones(1 << 22, device=device.torch)
     times = []
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""A tensor-parallel model as rank 0 sees it: the other ranks, and the runner."""
+"""Tensor parallelism: the share of each rank, and on rank 0 the group of the other ranks and the runner."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,146 +16,242 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import Adapter, Batch, SamplePlan
+from verbatim.common.heap import release_free_memory
+from verbatim.common.shield import Shield
 from verbatim.errors import StageFailed, TierFailed, VerbatimError, first_line
-from verbatim.heap import give_back_freed
-from verbatim.placement.distributed.columns import Cut
-from verbatim.placement.distributed.gloo import Gloo
+from verbatim.model.context import head_of
+from verbatim.model.decoder import Decoder
+from verbatim.model.draft_layers import DraftLayers
+from verbatim.model.early_exit import open_draft_layers
+from verbatim.model.products import threads
+from verbatim.model.quantized import weight_bytes
+from verbatim.model.spec import inner_model
+from verbatim.placement.distributed.columns import Cut, HeadStore, own_layers, take_share
+from verbatim.placement.distributed.exchange import Exchange
 from verbatim.placement.distributed.group import StageGone, StageGroup, StageHandle
 from verbatim.placement.distributed.hosts import Hosts
 from verbatim.placement.distributed.launcher import WorkerProcess
+from verbatim.placement.distributed.served import Served, draft_of, key_of
 from verbatim.placement.distributed.wire import Message
-from verbatim.placement.resident import Resident
+from verbatim.placement.resident import Resident, open_store
 from verbatim.protocols import Forward
-from verbatim.shield import Shield
 from verbatim.weights.update import NewWeights, WeightWriter
 
-_TELL_S = 3.0  # in which it becomes known who is gone
-_MORE_S = 0.05  # for the reports of others, which may have caused it
+_REPORT_S = 3.0  # time limit for finding out which rank failed
+_MORE_REPORTS_S = 0.05  # wait per rank for further reports, which may name the cause
 _T = TypeVar("_T")
-_ENDED_S = 0.5  # in which a process that hung up is known to have ended
+_EXIT_S = 2.0  # time until a process that closed its connection is known to have ended
+
+
+class RankShare(Served):
+    """A rank's share of a model; rank 0 calls its own directly, and those of other ranks by messages.
+
+    All ranks make the calls that need no answer, so an error caused there by the batch or the model also
+    occurs on rank 0, and is not reported.
+
+    Attributes:
+        group: the other ranks, on rank 0; None on these.
+        ranks: the exchange with the other ranks; None before `share`.
+        cut, decoder, draft_layers: this rank's weights, the model and its draft layers, set by `share`.
+    """
+
+    calls = Served.calls | {"memory", "share", "forward"}
+    group: RankGroup | None = None
+    ranks: Exchange | None = None
+    _args: Message
+    cut: Cut
+    decoder: Decoder
+    draft_layers: DraftLayers
+
+    def call(self, message: Message) -> Any:
+        try:
+            return super().call(message)
+        except BaseException as error:
+            ours = isinstance(error, TierFailed) or not isinstance(error, VerbatimError)
+            if ours or message["do"] == "share":
+                self.leave()  # other ranks may wait for this one
+            elif "call" not in message:
+                return None
+            raise
+
+    def open(self, **args: Any) -> Message:
+        """Inspect the model, and return its numerics key.
+
+        Args:
+            args: `rank`, `size`, `source`, `options`, `draft` (see `describe_draft`), and `meeting` and
+                `timeout_s` (see `Exchange`).
+        """
+        self.use(args["options"].device, args["rank"])
+        options = replace(args["options"], device=self.device)
+        self._args = {**args, "options": options}
+        return {"key": key_of(self.skeleton(args["source"]), options)}
+
+    def share(self) -> None:
+        """Read this rank's share of the weights, and inspect the model, on all ranks at the same time.
+
+        Raises:
+            UnsupportedModel: the model can't run flat batches; raised on all ranks.
+            NotSupported: the attention heads can't be split over this number of ranks.
+            TierFailed: a file can't be read, or another rank is gone.
+        """
+        args, loaded, rank, size = self._args, self._loaded, self._args["rank"], self._args["size"]
+        assert loaded is not None
+        ranks, device = Exchange(args["meeting"], rank, size, args["timeout_s"]), self.device
+        self.ranks, head = ranks, head_of(inner_model(loaded.module))
+        with threads(args["options"].num_threads), ranks.on_all_ranks(), device.current():
+            self.cut = take_share(loaded, args["source"], ranks, device, head=head)
+            loaded.move(device.torch)
+            decoder = self.decoder = Decoder(
+                loaded.module,
+                fused=False,  # matrix products are split over ranks
+                batch_invariant=device.batch_invariant,
+            )
+            own_layers(decoder.spec.layers, decoder.spec.query_heads, rank, size)  # a check
+            self.draft_layers = open_draft_layers(draft_of(args["draft"]), decoder, loaded)
+
+    def allocate(self, num_blocks: int, num_states: int) -> Message:
+        """Allocate the KV store of this rank's heads, and all recurrent states, which are not split."""
+        decoder, drafts, options = self.decoder, self.draft_layers, self._args["options"]
+        assert self.ranks is not None and self._loaded is not None
+        make = partial(HeadStore, query_heads=decoder.spec.query_heads, ranks=self.ranks)
+        store = open_store(decoder.spec, options, drafts, num_blocks, num_states, make)
+        parts = decoder, store, options.num_threads, drafts, self._loaded
+        if self.group is None:
+            self.runner = Resident(*parts)
+        else:
+            self.runner = LeadingRank(self.group, self.ranks, self.cut, *parts)
+        self.runner.cuts = self.cut.ranges
+        return {
+            "kv_bytes": sum(each.nbytes for each in self.runner.stores),
+            "weight_bytes": weight_bytes(decoder.raw_module),
+            "row_widths": self.row_widths,
+        }
+
+    def leave(self) -> None:
+        """Leave the exchange, so that other ranks do not wait for this one."""
+        if self.ranks is not None:
+            self.ranks.close()
+
+    def close(self) -> None:
+        """Free everything."""
+        self.leave()
+        super().close()
 
 
 class RankGroup(StageGroup):
-    """The ranks 1 to `size` - 1 of a tensor-parallel model, which are never replaced.
-
-    Raises:
-        TierFailed: one does not come, or has other versions.
-    """
+    """The ranks 1 to `size` - 1 of a tensor-parallel model, which are never replaced."""
 
     def __init__(self, hosts: Hosts, size: int, timeout_s: float) -> None:
         super().__init__(hosts, patience_s=timeout_s, step_timeout_s=timeout_s)
         self.size = size
+
+    def start(self) -> None:
+        """Start the other ranks; raises TierFailed if that fails."""
         try:
-            self.members = self.launch(size - 1)
+            self.members = self.launch(self.size - 1)
         except StageFailed as error:
-            self.close()
-            raise TierFailed(f"a rank of {size}: {error}") from None
-        except BaseException:
-            self.close()
-            raise
+            raise TierFailed(f"a rank of {self.size}: {error}") from None
         for rank, member in enumerate(self.members, start=1):
-            member.index, member.name = rank, f"rank {rank} of {size}"
+            member.index, member.name = rank, f"rank {rank} of {self.size}"
             if isinstance(member.host, WorkerProcess):
                 member.name += f": process {member.host.pid}"
 
-    def together(self, do: str, work: Callable[[], _T], **fields: Any) -> _T:
-        """Let the other ranks make a call, and return what this one makes of it.
+    def call_all(self, do: str, work: Callable[..., _T], **fields: Any) -> _T:
+        """Make a call on all ranks, and return this rank's result.
 
         Args:
-            work: this rank's call.
+            do: the call on the other ranks, which do not answer it.
+            work: the call on this rank.
+            fields: the arguments of both.
 
         Raises:
             TierFailed: a rank is gone, or failed alone; the message names it.
-            VerbatimError: an error of the batch or the model, so it is the same on all ranks.
+            VerbatimError: an error caused by the batch or the model, which is the same on all ranks.
         """
-        self.tell(do, self.members, **fields)
+        self.notify(do, self.members, **fields)
         try:
             if self.lost:
-                raise TierFailed("some ranks don't have it")
-            return work()
+                raise TierFailed("the call did not reach all ranks")
+            return work(**fields)
         except TierFailed as error:
             raise self.failure(error) from error
         except VerbatimError:
             raise
-        except Exception as error:  # the others are in the middle of what this one gave up
-            told = f"{type(error).__name__}: {first_line(error)}"
-            raise TierFailed(f"rank 0 of {self.size}: {told}") from error
+        except Exception as error:  # the other ranks are still in the call that failed here
+            text = f"{type(error).__name__}: {first_line(error)}"
+            raise TierFailed(f"rank 0 of {self.size}: {text}") from error
 
-    def ask(self, do: str, own: Iterable[Message] | None = None, **fields: Any) -> list[Any]:
-        """Return each rank's answer, as `call`.
-
-        Raises:
-            TierFailed: one is gone.
-            VerbatimError: one could not do what was asked for.
-        """
+    def ask(self, do: str, per_member: Iterable[Message] | None = None, **fields: Any) -> list[Any]:
+        """Make a call on the other ranks as `call` does, but raise TierFailed if a rank is gone."""
         try:
-            return self.call(do, own=own, patient=True, **fields)
+            return self.call(do, per_member=per_member, patient=True, **fields)
         except StageGone as error:
             raise self.failure(error) from error
 
     def failure(self, error: Exception) -> TierFailed:
-        """Return the error that names the rank that failed, once it is known."""
-        end = time.monotonic() + _TELL_S
+        """Find out which rank failed, and return the error that names it."""
+        end = time.monotonic() + _REPORT_S
         reports: list[tuple[StageHandle, Message]] = []
         while not (self.lost or reports) and time.monotonic() < end:
             self.pump()
             reports += self.reports()
         for _ in self.members:
-            self.pump(_MORE_S)
-        # Who went without a word took the others along.
+            self.pump(_MORE_REPORTS_S)
+        # A rank that ended without a report is the cause of the reported failures.
         for member in self.lost:
             ended, host = "", member.host
-            if isinstance(host, WorkerProcess) and host.wait(_ENDED_S):
+            if isinstance(host, WorkerProcess) and host.wait(_EXIT_S):
                 ended = f" has ended ({host.ended})"
             return TierFailed(f"{member.name}{ended}: {member.lost}")
         for member, report in reports:
             return TierFailed(f"{member.name}: {': '.join(report['error'])}")
-        stuck = f"no rank is known to be gone, but one does not answer: {error}"
+        stuck = f"none is known to have ended, but one does not answer: {error}"
         return TierFailed(f"of {self.size} ranks, {stuck}")
 
 
 class LeadingRank(Resident):
-    """Rank 0's share of a model, whose calls make the other ranks do the same.
+    """The runner of rank 0: makes each call on its own share and on the other ranks.
 
     Args:
-        group: the others.
-        ranks: all of them, in a forward.
-        cut: what this one holds.
-        parts: as of `Resident`.
+        group: the other ranks.
+        ranks: the exchange of tensors between all ranks.
+        cut: this rank's share of the weights.
+        parts: the arguments of `Resident`.
 
     Attributes:
-        memory: of each rank, as of `RankShare.allocate`.
+        memory: the result of `RankShare.allocate` of each rank.
     """
 
-    def __init__(self, group: RankGroup, ranks: Gloo, cut: Cut, *parts: Any) -> None:
+    def __init__(self, group: RankGroup, ranks: Exchange, cut: Cut, *parts: Any) -> None:
         super().__init__(*parts)
         self.group, self.ranks, self.cut = group, ranks, cut
-        # Runs if it is never closed; its arguments must not refer to this object.
-        self._let_go = weakref.finalize(self, group.close, os.getpid())
+        # Runs at the latest when this object is freed, so its arguments must not refer to it.
+        self._finalizer = weakref.finalize(self, group.close, os.getpid())
         self.memory: list[dict[str, Any]] = []
 
     def forward(self, batch: Batch) -> Forward:
-        return self._together("forward", partial(super().forward, batch), batch=batch)
+        return self._call_all("forward", super().forward, batch=batch)
 
     def draft(
         self, k: int, batch: Batch, plan: SamplePlan | None, lengths: list[int]
     ) -> list[list[int]]:
-        draft = partial(super().draft, k, batch, plan, lengths)
-        return self._together("draft", draft, k=k, batch=batch, plan=None, lengths=lengths)
+        own = partial(super().draft, k, batch, plan, lengths)  # the other ranks need no plan
+        fields: Message = dict(k=k, batch=batch, plan=None, lengths=lengths)
+        return self._call_all("draft", lambda **_: own(), **fields)
 
-    def _together(self, do: str, work: Callable[[], _T], **fields: Any) -> _T:
-        """See `RankGroup.together`. Ctrl-C waits for its end, as all make the call or none."""
+    def _call_all(self, do: str, work: Callable[..., _T], **fields: Any) -> _T:
+        """See `RankGroup.call_all`. Ctrl-C is deferred, as either all ranks make the call or none."""
         with Shield().up():
-            return self.group.together(do, work, **fields)
+            return self.group.call_all(do, work, **fields)
 
     def read_cache(self, kind: str, numbers: list[int], used: int | None = None) -> Tensor | None:
-        own = super().read_cache(kind, numbers, used)
-        assert own is not None
-        if kind == "states":  # every rank has all of them
-            return own
+        rows = super().read_cache(kind, numbers, used)
+        assert rows is not None
+        if kind == "states":  # every rank has the states of all layers
+            return rows
         with Shield().up():
             others = self.group.ask("read_cache", kind=kind, numbers=numbers, used=used)
-            return torch.cat([own, *others], dim=1)
+            return torch.cat([rows, *others], dim=1)
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
         own, *shares = [rows] * self.ranks.size
@@ -170,7 +267,7 @@ class LeadingRank(Resident):
     ) -> Callable[[], None]:
         write = super().new_weights(tensors, check_finite=check_finite)
         new = NewWeights(self.original or {}, tensors, check_finite=False)
-        writer = WeightWriter(self.decoder.held)
+        writer = WeightWriter(self.decoder.raw_module)
         for piece in new.messages(writer.packed):
             self.group.ask("prepare_weights", tensors=piece)
 
@@ -183,13 +280,11 @@ class LeadingRank(Resident):
         return write_all
 
     def load_adapter(self, adapter: Adapter) -> list[str]:
-        """See `Runner`. Each rank holds all of it, and adds it to the gathered columns."""
-        load = partial(super().load_adapter, adapter)
-        return self._together("load_adapter", load, adapter=adapter)
+        """See `Runner`. Each rank holds the whole adapter, and adds its term to the gathered columns."""
+        return self._call_all("load_adapter", super().load_adapter, adapter=adapter)
 
     def unload_adapter(self, number: int) -> None:
-        unload = partial(super().unload_adapter, number)
-        self._together("unload_adapter", unload, number=number)
+        self._call_all("unload_adapter", super().unload_adapter, number=number)
 
     def info(self) -> dict[str, Any]:
         return {
@@ -208,14 +303,14 @@ class LeadingRank(Resident):
         self.group.ask("sleep", weights=weights)
 
     def wake(self) -> None:
-        with ThreadPoolExecutor(1) as pool:  # all ranks read at the same time
-            own = pool.submit(super().wake)
+        with ThreadPoolExecutor(1) as pool:  # all ranks read their weights at the same time
+            future = pool.submit(super().wake)
             self.group.ask("wake")
-            own.result()
+            future.result()
 
     def close(self) -> None:
         with ExitStack() as last_first:
-            last_first.callback(give_back_freed)
+            last_first.callback(release_free_memory)
             last_first.callback(super().close)
             last_first.callback(self.ranks.close)
-            last_first.callback(self._let_go)
+            last_first.callback(self._finalizer)

@@ -1,1 +1,1 @@
-"""A model larger than its memory: weights, K and V and activations over device, RAM and disk."""
+"""Offloading: weights, K and V and activations of a model in device memory, RAM and on the disk."""

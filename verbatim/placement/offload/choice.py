@@ -10,51 +10,52 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verbatim.checks import budget, integer, optional_integer, switch
+from verbatim.common.checks import budget, integer, optional_integer, switch
 from verbatim.errors import InvalidRequest
 
+TIERS = ("gpu", "cpu", "disk")
 Percents = tuple[float, float, float]  # gpu, cpu, disk; the sum is 100
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """A model in three tiers: the device ("gpu"), the host's RAM ("cpu") and the disk.
+    """Offloading over three tiers: the device ("gpu"), the host's RAM ("cpu") and the disk.
 
     Weights on the disk are read directly from the checkpoint's safetensors, once per step for all running
     sequences, while earlier layers compute. Outputs do not depend on the placement.
 
-    With `LLM(..., device="cuda")` the model computes on the GPU, and what lies in RAM or on the disk is
-    copied to it, ahead of its use. On the CPU both upper tiers are RAM, each with its own budget, and their
-    contents are used in place.
+    With `LLM(..., device="cuda")` the model computes on the GPU, and data in RAM or on the disk is copied to
+    it ahead of use. On the CPU both upper tiers are RAM, each with its own budget, and their contents are
+    used in place.
 
     Args:
         gpu: budget of the device tier: bytes, or "16GB". Covers everything: weights, K and V, buffers,
             activations. None: 60% of the available memory; on the CPU 0 if `cpu` is given.
-        cpu: budget of the RAM tier: weights, K and V, and buffers for what is read. None: 60% of the
-            available memory; on the CPU 0.
-        disk: folder for K and V and activations that leave memory, and for compressed weights. Files there
-            are unnamed and disappear with the process. None: the system's folder for temporary files.
-        weights: percents in (gpu, cpu, disk) with sum 100; with two, the rest is on disk. None: chosen by
-            the policy, within the budgets.
+        cpu: budget of the RAM tier: weights, K and V, and read buffers. None: 60% of the available memory; on
+            the CPU 0.
+        disk: folder for K and V and activations that leave memory, and for quantized weights. Files there are
+            unnamed and disappear with the process. None: the system's folder for temporary files.
+        weights: percents in (gpu, cpu, disk) with sum 100; of two values, the rest is on disk. None: chosen
+            by the policy, within the budgets.
         kv: percents of K and V in (gpu, cpu, disk), as `weights`.
         activations: percents of the hidden states of waiting micro-batches, as `weights`.
         batch_size: sequences per micro-batch. None: chosen by the policy.
         micro_batches: micro-batches per read of a layer; `batch_size` times this many sequences run at
             once. None: chosen by the policy.
-        overlap: read and write while computing; False: one after the other.
-        cpu_cache_compute: run attention over K and V of the cpu tier there, or on the device. Without
-            effect on a CPU, where K and V in RAM are used in place. True is refused on a GPU, whose attention
-            has other bits.
-        attention_top_k: number of likeliest earlier tokens that each query attends to. An approximation:
-            outputs differ from those of the full model. None: all.
-        policy: "auto": measure this machine and choose the open settings; None: simple defaults.
+        overlap: whether reads and writes overlap with computation.
+        cpu_cache_compute: compute attention over K and V of the cpu tier on the CPU. No effect without a GPU;
+            True is refused with one, since GPU and CPU attention are not bit-identical.
+        attention_top_k: number of highest-scoring keys that each query attends to. An approximation: outputs
+            differ from those of the full model. None: all.
+        policy: speeds from which settings that are None are chosen. "auto": measured on this machine; None:
+            those of a nominal machine.
         workload: prompt tokens and new tokens of a typical request, for the policy.
         disk_limit: budget of `disk`: bytes, or "100GB". None: no limit.
         trace: file for a trace of reads, writes and computation in Chrome's format, written when the model
             is closed.
 
     Raises:
-        InvalidRequest: a value out of range; the message names it and what is allowed.
+        InvalidRequest: a value is out of range; the message names it and the allowed values.
     """
 
     gpu: int | None = None
@@ -73,7 +74,7 @@ class Offload:
     disk_limit: int | None = None
     trace: Path | None = None
 
-    if TYPE_CHECKING:  # accepted types; the fields above have the resolved ones
+    if TYPE_CHECKING:  # the accepted types; the fields above have the resolved types
 
         def __init__(
             self,
@@ -125,12 +126,12 @@ class Offload:
         assign("workload", (integer("workload[0]", prompt), integer("workload[1]", new)))
 
     def replace(self, **changes: Any) -> Offload:
-        """Return a copy with some fields changed."""
+        """Return a copy with these fields changed."""
         return Offload(**{f.name: getattr(self, f.name) for f in fields(self)} | changes)
 
 
 def percents(name: str, value: Any) -> Percents:
-    """Return two or three percents as three with sum 100."""
+    """Validate percents in (gpu, cpu, disk) with sum 100; of only two values, the rest is on disk."""
     message = (
         f"{name}={value!r}: must be percents in (gpu, cpu, disk) with sum 100, such as (20, 50, 30)"
     )
@@ -146,3 +147,15 @@ def percents(name: str, value: Any) -> Percents:
     if disk < 0 or abs(gpu + cpu + disk - 100) > 1e-6:
         raise InvalidRequest(message)
     return gpu, cpu, disk
+
+
+def assign_tiers(sizes: Sequence[int], percents: Percents) -> list[str]:
+    """Return a tier for each of `sizes`, so that every range has about these percents in each tier."""
+    sums, total, tiers = [0.0, 0.0, 0.0], 0.0, []
+    for size in sizes:
+        total += size
+        missing = [total * share / 100 - had for share, had in zip(percents, sums, strict=True)]
+        best = max(range(3), key=lambda i: (percents[i] > 0, missing[i]))
+        sums[best] += size
+        tiers.append(TIERS[best])
+    return tiers

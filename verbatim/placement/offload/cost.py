@@ -1,23 +1,80 @@
-"""The cost model: predicted times of a plan on a machine."""
+"""Plans of placement, and the cost model: predicted times of a plan on a machine."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import ceil
 from typing import Any
 
+from verbatim.placement.offload.choice import Percents
 from verbatim.placement.offload.machine import ROWS, Machine
-from verbatim.placement.offload.plan import Plan, working_bytes
 from verbatim.placement.offload.shape import ModelShape, UnitShape
 
-LIKELY = 0.9  # that an expert is chosen: then it is read ahead. A wrong guess delays what is needed
-_PASSES = 2  # over what a layer allocates, which is read and written
-# Seconds that differ little between machines, or are small beside the rest.
-_UNIT_S = 1e-3  # for the calls of a layer, for each micro-batch
-_ROW_S = 1.5e-4  # to look one row of an embedding up on the disk
-_LOGIT = 15  # products of one row with an element, to draw a token from a logit
+LIKELY = 0.9  # minimum probability to read an expert ahead; a wrong guess delays needed reads
+_PASSES = 2  # passes over a layer's allocations, which are read and written
+# Costs that differ little between machines, or are small compared to the rest.
+_UNIT_S = 1e-3  # call overhead of a layer, per micro-batch
+_ROW_S = 1.5e-4  # read of one embedding row from the disk
+_LOGIT = 15  # cost of sampling per logit, in products of a row with a matrix element
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A placement of weights, K and V and activations, with the sizes of batches and buffers.
+
+    Attributes:
+        weights, kv, activations: percents in (gpu, cpu, disk).
+        kv_bytes: bytes of K and V in all tiers together.
+        batch_size: sequences of a micro-batch.
+        micro_batches: micro-batches that share each read of a layer.
+        micro_tokens: maximum rows of a micro-batch; bounds the memory for activations.
+        max_batch_tokens: maximum rows of a forward.
+        workload: prompt tokens and new tokens of a typical request, within the model's limit.
+        tiers: tier of each parameter, in the order of `Units.slots`.
+        kv_block: token positions in a block of K and V.
+        prompt_rows: maximum rows of logits for prompt log-probs and drafts in a forward.
+        overlap: whether reads and writes overlap with computation.
+        budget: bytes of memory, of a GPU and RAM together; None: unlimited.
+        memory: maximum bytes in memory, by kind. "ring" and "GPU ring" are the staging buffers for weights.
+        reasons: sentences that explain the choice.
+    """
+
+    weights: Percents
+    kv: Percents
+    activations: Percents
+    kv_bytes: int
+    batch_size: int
+    micro_batches: int
+    micro_tokens: int
+    max_batch_tokens: int
+    workload: tuple[int, int]
+    tiers: tuple[str, ...] = ()
+    kv_block: int = 16
+    prompt_rows: int = 16
+    overlap: bool = True
+    budget: int | None = None
+    memory: Mapping[str, int] = field(default_factory=dict)
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def block_size(self) -> int:
+        """Sequences that run at once."""
+        return self.batch_size * self.micro_batches
+
+    @property
+    def memory_bytes(self) -> int:
+        """Maximum bytes in memory."""
+        return sum(self.memory.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return JSON values, without the tier of each parameter."""
+        values = {k: v for k, v in asdict(self).items() if k not in ("tiers", "kv_block")}
+        for name in ("weights", "kv", "activations"):
+            values[name] = [round(share, 1) for share in values[name]]
+        return {**values, "memory_bytes": self.memory_bytes, "reasons": list(self.reasons)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +85,8 @@ class Step:
         seconds: wall time.
         io_s: busy time of the disk.
         compute_s: busy time of the processor.
-        weight_bytes: bytes of weights that are read.
-        kv_bytes: bytes of K and V that are read and written on the disk.
+        weight_bytes: bytes of weights read from the disk.
+        kv_bytes: bytes of K and V read from and written to the disk.
         bus_s: busy time of the copies between RAM and a GPU.
     """
 
@@ -46,11 +103,11 @@ class Prediction:
     """Predicted times of a workload.
 
     Attributes:
-        sequences: number that runs at once, limited by K and V.
-        decode: a step in the middle of the completions, with a token for each sequence.
+        sequences: number of concurrent sequences, limited by memory for K and V.
+        decode: a decode step in the middle of the completions, with one token per sequence.
         sample_s: seconds to sample these tokens.
         prefill_s: seconds for the prompts of all sequences.
-        tokens_per_s: new tokens, with the time of the prompts.
+        tokens_per_s: new tokens/s, including the time of the prompts.
         limit: "reading weights", "reading and writing K and V", "copying to the GPU", or "computing".
     """
 
@@ -63,7 +120,7 @@ class Prediction:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """New tokens/s after the prompts."""
+        """New tokens/s, without the time of the prompts."""
         return self.sequences / (self.decode.seconds + self.sample_s)
 
     def as_dict(self) -> dict[str, Any]:
@@ -78,8 +135,8 @@ class Load:
     Attributes:
         sequences: number of sequences.
         rows: rows of all sequences.
-        context: positions that a row attends to, on average.
-        logit_rows: rows for which the head runs.
+        context: average number of positions that a row attends to.
+        logit_rows: rows for which the LM head runs.
     """
 
     sequences: int
@@ -90,77 +147,76 @@ class Load:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan, the model and the machine that it was made for, and the times that follow."""
+    """A plan, the model and machine it was made for, and the predicted times."""
 
     shape: ModelShape
     machine: Machine
     plan: Plan
 
     def sample_s(self, rows: int, draws: int = 1) -> float:
-        """Return the seconds to draw tokens from `rows` rows of logits, in `draws` calls."""
+        """Return the seconds to sample tokens from `rows` rows of logits, in `draws` calls."""
         return rows * self.shape.vocab * _LOGIT * self.machine.product(1) + draws * _UNIT_S
 
     def products_s(self, unit: UnitShape, rows: float) -> float:
-        """Return the seconds of one unit's products with `rows` rows, of which each goes to a few experts."""
+        """Return the seconds of a unit's matrix products for `rows` rows, each routed to a few experts."""
         shape, m = self.shape, self.machine
         stacked = {*unit.experts, *(i for i in unit.slots if shape.slots[i].of_experts)}
-        dense = sum(shape.slots[i].elements for i in unit.slots if i not in stacked)
-        seconds = dense * m.product(rows)
+
+        def products_s(numbers: Iterable[int], rows: float) -> float:
+            slots, rates = (shape.slots[i] for i in numbers), (m.product(rows), m.packed(rows))
+            return sum(slot.elements * rates[slot.is_multiplied_packed] for slot in slots)
+
+        seconds = products_s((i for i in unit.slots if i not in stacked), rows)
         if stacked:
-            busy = shape.experts * shape.chosen_experts(rows)
-            sent = rows * max(1, shape.experts_per_token)
-            routed = sum(shape.slots[i].elements for i in stacked)
-            seconds += routed / shape.experts * busy * m.product(sent / busy)
+            num_active = shape.experts * shape.chosen_experts(rows)
+            routed_rows = rows * max(1, shape.experts_per_token)
+            seconds += products_s(stacked, routed_rows / num_active) * num_active / shape.experts
         return seconds
 
     def compute_s(self, unit: UnitShape, load: Load, parts: int) -> float:
-        """Return the seconds that one unit computes for all `parts` micro-batches of a forward.
+        """Return the compute time of a unit, in seconds, for all `parts` micro-batches of a forward.
 
-        Each micro-batch multiplies its rows with every matrix of the unit; a row goes to a few experts, whose
-        matrices see the fewer rows the more experts there are. Norms, activations and the like go over what a
-        layer allocates about twice. Attention reads K and V once for each row of a decode step, and costs a
-        product for each pair of positions in a prompt. To that comes what was read and must be unpacked, rows
-        of embeddings that are looked up, and the calls themselves.
+        Each micro-batch multiplies its rows with every matrix of the unit; an expert's matrices see only the
+        rows routed to it. Elementwise operations such as norms and activations read and write a layer's
+        allocations about twice. Attention reads K and V once for each row of a decode step, and costs a
+        product for each pair of positions in a prompt. Added are dequantization and conversion of weights,
+        reads of embedding rows, and call overhead.
         """
         shape, m, tiers = self.shape, self.machine, self.plan.tiers
         memory_rate = m.memory_rate(shape.itemsize)
         if unit.gathers:
             return load.rows * _ROW_S if any(tiers[i] == "disk" for i in unit.slots) else 0.0
         rows = (load.rows if unit.attends else load.logit_rows) / parts
-        one = _UNIT_S + self.products_s(unit, rows)
+        part_s = _UNIT_S + self.products_s(unit, rows)
         if unit.experts or any(shape.slots[i].of_experts for i in unit.slots):
-            one += shape.experts * shape.chosen_experts(rows) * _UNIT_S / 8
+            part_s += shape.experts * shape.chosen_experts(rows) * _UNIT_S / 8
         if unit.attends:
-            one += _PASSES * working_bytes(shape, ceil(rows)) * 2 / memory_rate
+            part_s += _PASSES * shape.working_bytes(ceil(rows)) * 2 / memory_rate
             pairs = rows * load.context
             if load.rows > load.sequences:
-                one += pairs * shape.attention * m.product(ROWS[-1]) / ROWS[-1]
+                part_s += pairs * shape.attention * m.product(ROWS[-1]) / ROWS[-1]
             else:
-                one += pairs * shape.layer_kv_bytes / memory_rate
-        made = shape.unpacked(unit) + shape.converted(unit, tiers)
-        return parts * one + made * 2 / memory_rate
+                part_s += pairs * shape.layer_kv_bytes / memory_rate
+        temporary_bytes = shape.unpacked_bytes(unit) + shape.converted_bytes(unit, tiers)
+        return parts * part_s + temporary_bytes * 2 / memory_rate
 
     def step(self, load: Load) -> Step:
-        """Predict one forward.
-
-        Weights on the disk are read once; K and V on the disk are read for every sequence, and written in
-        whole blocks.
-        """
+        """Predict one forward: it reads weights once, reads K and V per sequence, and writes whole blocks."""
         shape, machine, plan = self.shape, self.machine, self.plan
-        tiers, away, rate = plan.tiers, plan.kv[2] / 100, machine.read_rate
-        a_sequence = ceil(load.rows / max(1, load.sequences))
-        parts = ceil(load.rows / max(1, min(plan.micro_tokens, plan.batch_size * a_sequence)))
-        weights = [shape.streamed(unit, tiers) for unit in shape.units]
-        ahead, waited = float(sum(weights)), 0.0  # bytes
+        tiers, disk_share, rate = plan.tiers, plan.kv[2] / 100, machine.read_rate
+        mean_rows = ceil(load.rows / max(1, load.sequences))
+        parts = ceil(load.rows / max(1, min(plan.micro_tokens, plan.batch_size * mean_rows)))
+        weights = [shape.streamed_bytes(unit, tiers) for unit in shape.units]
+        ahead, on_demand = float(sum(weights)), 0.0  # bytes
         for unit in shape.units:
-            nbytes, chosen = shape.read_of_experts(unit, tiers, load.rows, parts)
+            nbytes, chosen = shape.expert_reads(unit, tiers, load.rows, parts)
             if plan.overlap and chosen >= LIKELY:
                 ahead += nbytes
             else:
-                waited += nbytes
-        a_token = shape.layer_kv_bytes * shape.layers * away
-        read = a_token * load.sequences * load.context
-        written = a_token * max(load.rows, load.sequences * min(plan.kv_block, load.context))
+                on_demand += nbytes
+        token_bytes = shape.layer_kv_bytes * shape.layers * disk_share
+        read = token_bytes * load.sequences * load.context
+        written = token_bytes * max(load.rows, load.sequences * min(plan.kv_block, load.context))
         attending = sum(unit.attends for unit in shape.units)
         moved = load.rows * shape.hidden * shape.itemsize * plan.activations[2] / 100 * attending
         moved = moved if parts > 1 else 0.0
@@ -168,21 +224,21 @@ class Forecast:
         compute = [self.compute_s(unit, load, parts) for unit in shape.units]
         bus_s, bus_rate, copied = 0.0, machine.bus_rate or rate, [0] * len(weights)
         if machine.bus_rate:
-            copied = [shape.copied(unit, tiers) for unit in shape.units]
-            a_token = shape.layer_kv_bytes * shape.layers * (100 - plan.kv[0]) / 100
-            kv_bytes = a_token * (load.sequences * load.context + load.rows)
+            copied = [shape.copied_bytes(unit, tiers) for unit in shape.units]
+            token_bytes = shape.layer_kv_bytes * shape.layers * (100 - plan.kv[0]) / 100
+            kv_bytes = token_bytes * (load.sequences * load.context + load.rows)
             bus_s = (sum(copied) + kv_bytes) / bus_rate
-        seconds = io_s + sum(compute) + waited / rate + bus_s
+        seconds = io_s + sum(compute) + on_demand / rate + bus_s
         if plan.overlap:
             read_s = self._pipelined_s(weights, compute, plan.memory.get("ring", 0), rate)
             device_ring = plan.memory.get("GPU ring", 0)
             copy_s = self._pipelined_s(copied, compute, device_ring, bus_rate)
-            seconds = max(io_s, bus_s, max(read_s, copy_s) + waited / rate)
+            seconds = max(io_s, bus_s, max(read_s, copy_s) + on_demand / rate)
         return Step(
             seconds=seconds,
-            io_s=io_s + waited / rate,
+            io_s=io_s + on_demand / rate,
             compute_s=sum(compute),
-            weight_bytes=int(ahead + waited),
+            weight_bytes=int(ahead + on_demand),
             kv_bytes=int(read + written),
             bus_s=bus_s,
         )
@@ -192,17 +248,16 @@ class Forecast:
     ) -> float:
         """Return the seconds of a forward that computes each unit while the next ones are read.
 
-        A unit is read once the ring has room for it, beside those that are in use or are not used yet.
+        A unit is read as soon as the ring has room for it beside the units that are in use or wait.
 
         Args:
-            weights: bytes that are read of each unit.
-            compute: seconds that each computes.
-            ring_bytes: of the staging buffer.
-            rate: bytes/s that are read.
+            weights: bytes to read for each unit.
+            compute: compute time of each unit, in seconds.
+            rate: bytes/s of reads.
         """
-        held = deque[tuple[int, float]]()  # bytes, end of their use
+        held = deque[tuple[int, float]]()  # (bytes of a unit, end of its use)
         begin = now = read = 0.0
-        for _ in range(2):  # the first time nothing was read before
+        for _ in range(2):  # the first forward starts with an empty ring
             begin = now
             for nbytes, seconds in zip(weights, compute, strict=True):
                 if nbytes:
@@ -217,21 +272,20 @@ class Forecast:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """The times of the plan's workload.
+        """The predicted times of the plan's workload.
 
-        All sequences of a block are taken to begin and to end together: their prompts go through in as few
-        forwards as `max_batch_tokens` allows, then come as many decode steps as there are new tokens, the one
-        in the middle standing for all.
+        All sequences of a block are assumed to begin and end together: their prompts run in as few forwards
+        as `max_batch_tokens` allows, then one decode step per new token, each as long as the middle one.
         """
         plan, (prompt, new) = self.plan, self.plan.workload
-        held = plan.kv_bytes // max(1, self.shape.kv_bytes_per_token) - plan.kv_block
-        a_sequence = -(-(prompt + new) // plan.kv_block) * plan.kv_block
-        sequences = max(1, min(plan.block_size, held // a_sequence, plan.max_batch_tokens))
+        capacity = plan.kv_bytes // max(1, self.shape.kv_bytes_per_token) - plan.kv_block
+        length = -(-(prompt + new) // plan.kv_block) * plan.kv_block
+        sequences = max(1, min(plan.block_size, capacity // length, plan.max_batch_tokens))
         decode = self.step(Load(sequences, sequences, prompt + new / 2, sequences))
         forwards = ceil(sequences * prompt / plan.max_batch_tokens)
         rows = ceil(sequences * prompt / forwards)
-        some = max(1, min(sequences, round(rows / prompt)))
-        prefill_s = forwards * self.step(Load(some, rows, min(prompt, rows) / 2, some)).seconds
+        count = max(1, min(sequences, round(rows / prompt)))
+        prefill_s = forwards * self.step(Load(count, rows, min(prompt, rows) / 2, count)).seconds
         drawing_s = self.sample_s(sequences)
         total_s = prefill_s + new * (decode.seconds + drawing_s)
         limit = "computing"

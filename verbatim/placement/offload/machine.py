@@ -1,4 +1,4 @@
-"""Measurement of this machine's speeds, in about a second."""
+"""Measurement of this machine's speeds, in a few seconds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -13,58 +15,72 @@ from timeit import repeat
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verbatim.errors import TierFailed
+from verbatim.kernels.packing import WeightPacking
 from verbatim.model.products import linear
-from verbatim.placement.offload.lane import Lane, staging
 from verbatim.placement.offload.scratch import Scratch
-from verbatim.placement.offload.stream import READERS, Ring, Use, lay_out
+from verbatim.placement.offload.stream import READERS, Lane, Ring, Use, lay_out, staging
 from verbatim.placement.offload.trace import Trace
+from verbatim.quantization.matrix import QuantizedMatrix
 from verbatim.weights.files import CHUNK, OpenFiles, bytes_of
 from verbatim.weights.lazy import Stored
 
-ROWS = (1, 8, 64, 512)  # for which products are measured
-_MOST_READ = 256_000_000  # bytes of files that count as one size
-_READ_S = 0.5
-_RING = 8  # chunks
-_WRITTEN = 64_000_000  # bytes
-_WEIGHTS = 64_000_000  # bytes; more than a cache holds
+ROWS = (1, 8, 64, 512)  # row counts for which products are measured
+_MAX_READ_BYTES = 256_000_000  # larger checkpoints share one measurement
+_MAX_READ_S = 0.5  # maximum duration of the measurement
+_RING_CHUNKS = 8  # size of the ring
+_WRITE_BYTES = 64_000_000  # data of the write and copy measurements
+_WEIGHT_BYTES = 64_000_000  # larger than the CPU's cache
+_MATRIX = (2048, 2048)
+_COMPUTE_BOUND_ROWS = 64  # from here on, products don't depend on whether matrices are cached
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Rates, in bytes and seconds. What else a step takes of memory and processor follows from the products.
+    """Speeds of a machine. Other costs of memory and processor are derived from product speeds.
 
     Attributes:
         read_rate: bytes/s from the disk, with the reads that stream weights.
         write_rate: bytes/s to the disk tier's folder.
-        product_s: for each number of rows, ascending: seconds for each element of a matrix that these
-            rows are multiplied with.
-        bus_rate: bytes/s of copies from RAM to the GPU; None: without one.
+        product_s: pairs (rows, seconds per element of a matrix multiplied with this many rows), rows
+            ascending.
+        packed_s: the same for a quantized matrix; empty: as `product_s`.
+        bus_rate: bytes/s of copies from RAM to the GPU; None: no GPU.
     """
 
     read_rate: float
     write_rate: float
     product_s: tuple[tuple[int, float], ...]
+    packed_s: tuple[tuple[int, float], ...] = ()
     bus_rate: float | None = None
 
     def product(self, rows: float) -> float:
-        """Return seconds per element of a matrix, for a number of rows that was not measured."""
-        (first, least), (last, most) = self.product_s[0], self.product_s[-1]
-        if rows <= first:
-            return least if rows > 0 else 0.0
-        for (below, low), (above, high) in zip(self.product_s, self.product_s[1:], strict=False):
-            if rows <= above:
-                return low + (high - low) * (rows - below) / (above - below)
-        return most * rows / last
+        """Return the seconds per element of a matrix, interpolated for `rows` rows."""
+        return _between(self.product_s, rows)
+
+    def packed(self, rows: float) -> float:
+        """Return the result of `product` for a quantized matrix."""
+        return _between(self.packed_s or self.product_s, rows)
 
     def memory_rate(self, itemsize: int) -> float:
-        """Return the bytes/s of memory, which limits the product of a single row.
+        """Return the memory bandwidth in bytes/s, which limits the product of a single row.
 
         Args:
-            itemsize: of an element of the products' matrices.
+            itemsize: bytes per element of the measured matrices.
         """
         return itemsize / self.product(1)
+
+
+def _between(measured: tuple[tuple[int, float], ...], rows: float) -> float:
+    (first, least), (last, most) = measured[0], measured[-1]
+    if rows <= first:
+        return least if rows > 0 else 0.0
+    for (below, low), (above, high) in pairwise(measured):
+        if rows <= above:
+            return low + (high - low) * (rows - below) / (above - below)
+    return most * rows / last
 
 
 # One core's share of a machine of 2025, in round numbers, and a disk that is neither fast nor slow.
@@ -79,7 +95,7 @@ NOMINAL_GPU = replace(
     NOMINAL, product_s=((1, 1e-12), (8, 1e-12), (64, 2e-12), (512, 3e-12)), bus_rate=2.4e10
 )
 
-_found: dict[tuple[Any, ...], Any] = {}
+_measured: dict[tuple[Any, ...], Any] = {}
 
 
 def measure(
@@ -88,56 +104,62 @@ def measure(
     dtype: torch.dtype,
     disk_limit: int | None = None,
     device: torch.device | None = None,
+    packing: WeightPacking | None = None,
 ) -> Machine:
-    """Measure what a plan for a model needs; results are cached in this process.
+    """Measure the speeds that a plan for a model depends on; results are cached in this process.
 
     Args:
-        tensors: of the checkpoint, which are read.
-        folder: the disk tier's, to which 64 MB are written; None: not written to, and as slow as reading.
-        dtype: in which the model computes.
-        disk_limit: bytes that may be written to the folder at a time.
-        device: that computes, if its memory is not RAM.
+        tensors: the tensors of the checkpoint; some are read.
+        folder: folder of the disk tier, to which 64 MB are written; None: writes are as fast as reads.
+        dtype: dtype in which the model computes.
+        disk_limit: maximum bytes in the folder; None: no limit.
+        device: the device that computes, if its memory is not RAM.
+        packing: format of the quantized matrices, with any shape; None: there are none.
 
     Raises:
-        TierFailed: the checkpoint can't be read, or there is no such folder.
+        TierFailed: the checkpoint can't be read, or the folder can't be written to.
     """
     disk = os.stat(tensors[0].path).st_dev if tensors else 0
-    # Small files are read in less time than a chunk takes.
-    size = min(_MOST_READ, sum(stored.nbytes for stored in tensors)) // CHUNK
-    write_rate = read_rate = _once(("read", disk, size), lambda: _reading(tensors))
-    if folder is not None and (disk_limit is None or disk_limit >= _WRITTEN):
-        write_rate = _once(("write", str(folder)), lambda: _writing(folder)) or read_rate
+    # Small checkpoints are read in less time than a whole chunk.
+    size = min(_MAX_READ_BYTES, sum(stored.nbytes for stored in tensors)) // CHUNK
+    write_rate = read_rate = _cached(("read", disk, size), lambda: _reading(tensors))
+    if folder is not None and (disk_limit is None or disk_limit >= _WRITE_BYTES):
+        write_rate = _cached(("write", str(folder)), lambda: _writing(folder)) or read_rate
+    where = device or torch.device("cpu")
     key = "product", dtype, device or torch.get_num_threads()
-    product_s = _once(key, lambda: _products(dtype, device or torch.device("cpu")))
-    bus_rate = None if device is None else _once(("bus", device), lambda: _copying(device))
-    return Machine(read_rate, write_rate, product_s, bus_rate)
+    product_s, packed_s = _cached(key, lambda: _products(dtype, where, None)), ()
+    if packing is not None:
+        packing = replace(packing, shape=_MATRIX)
+        packed_s = _cached((*key, packing), lambda: _products(dtype, where, packing))
+    bus_rate = None if device is None else _cached(("bus", device), lambda: _copying(device))
+    return Machine(read_rate, write_rate, product_s, packed_s, bus_rate)
 
 
-def _once(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
-    if key not in _found:
+def _cached(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
+    if key not in _measured:
         with torch.inference_mode():
-            _found[key] = find()
-    return _found[key]
+            _measured[key] = find()
+    return _measured[key]
 
 
 def _reading(tensors: Sequence[Stored]) -> float:
-    """Return bytes/s of reads ahead in the order of the files, which a disk may be faster at."""
+    """Return bytes/s of reads ahead, in file order, as when weights are streamed."""
     files, trace = OpenFiles(), Trace()
     ring = Ring("weights", READERS, trace)
-    # Each is given back at once, so that all of them have the same memory to go round.
-    chunks = [chunk._replace(at=0) for chunk in lay_out(tensors).chunks]
+    # Each chunk is released at once, so all of them share the ring.
+    chunks = [chunk._replace(at=0) for chunk in lay_out(tensors)[0]]
     uses = [Use("chunk", chunk.nbytes, [partial(chunk.read, files)]) for chunk in chunks]
     if not uses:
         return NOMINAL.read_rate
     try:
-        # Room for many more of a small file's chunks would take long to fill.
-        ring.reserve(_RING * max(use.nbytes for use in uses))
+        # Not larger, even for small chunks, since filling the ring with zeros takes time.
+        ring.reserve(_RING_CHUNKS * max(use.nbytes for use in uses))
         start = perf_counter()
         ring.follow(uses, repeat=False)
         for use in uses:
             ring.take(use)
-            ring.give_back()
-            if perf_counter() - start > _READ_S:
+            ring.release()
+            if perf_counter() - start > _MAX_READ_S:
                 break
         return READERS * trace.nbytes("read weights") / trace.seconds("read weights")
     finally:
@@ -146,15 +168,15 @@ def _reading(tensors: Sequence[Stored]) -> float:
 
 
 def _writing(folder: Path) -> float | None:
-    """Return bytes/s; None if the folder has no room for the trial, which does not rule out smaller uses."""
+    """Return bytes/s of writes; None if the folder has no room for the measurement."""
     scratch = Scratch(folder, None)
     try:
-        data = torch.ones(_WRITTEN // 4, dtype=torch.uint8)
+        data = torch.ones(_WRITE_BYTES // 4, dtype=torch.uint8)
         begin = perf_counter()
         for _ in range(4):
             scratch.write_from([bytes_of(data)], scratch.reserve(data.nbytes))
         os.fdatasync(scratch._fd)
-        return _WRITTEN / (perf_counter() - begin)
+        return _WRITE_BYTES / (perf_counter() - begin)
     except TierFailed:
         return None
     finally:
@@ -162,34 +184,43 @@ def _writing(folder: Path) -> float | None:
 
 
 def _copying(device: torch.device) -> float:
-    """Return bytes/s of copies to a device, from memory as it is staged in."""
+    """Return bytes/s of copies to a device, from staging memory."""
     lane = Lane(device)
-    source, target = staging(_WRITTEN, device).fill_(0), lane.memory(_WRITTEN)
+    source, target = staging(_WRITE_BYTES, device).fill_(0), lane.memory(_WRITE_BYTES)
 
     def copy() -> None:
-        with lane.behind(lane.mark()):
+        with lane.after(lane.mark()):
             target.copy_(source, non_blocking=True)
 
     copy()
-    return _WRITTEN / median(repeat(copy, number=1, repeat=3))
+    return _WRITE_BYTES / median(repeat(copy, number=1, repeat=3))
 
 
-def _products(dtype: torch.dtype, device: torch.device) -> tuple[tuple[int, float], ...]:
-    depth, width = 2048, 2048
-    count = max(1, _WEIGHTS // (depth * width * dtype.itemsize))
+def _products(
+    dtype: torch.dtype, device: torch.device, packing: WeightPacking | None
+) -> tuple[tuple[int, float], ...]:
     size: Any = dict(dtype=dtype, device=device)
-    weights = [torch.full((width, depth), 0.01, **size) for _ in range(count)]
-    found = []
+    weights: list[Tensor | QuantizedMatrix]
+    if packing is None:
+        count = max(1, _WEIGHT_BYTES // (prod(_MATRIX) * dtype.itemsize))
+        weights = [torch.full(_MATRIX, 0.01, **size) for _ in range(count)]
+    else:  # any bytes are valid in every format; zeros are written so that pages are allocated
+        data = torch.empty(
+            max(1, _WEIGHT_BYTES // packing.nbytes), packing.nbytes, dtype=torch.uint8
+        )
+        weights = [QuantizedMatrix(matrix, packing) for matrix in data.zero_().to(device)]
+    rates = []
     for rows in ROWS:
-        x = torch.full((rows, depth), 0.5, **size)
+        x = torch.full((rows, _MATRIX[1]), 0.5, **size)
+        matrices = weights if rows < _COMPUTE_BOUND_ROWS else weights[:4]
 
-        def multiply(x: torch.Tensor = x) -> None:
-            for weight in weights:
+        def multiply(x: Tensor = x, matrices: list[Tensor | QuantizedMatrix] = matrices) -> None:
+            for weight in matrices:
                 linear(x, weight)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
-        multiply()  # a probe, where torch's products are made invariant
-        seconds = median(repeat(multiply, number=1, repeat=3))  # with the machine's other load
-        found.append((rows, seconds / (count * depth * width)))
-    return tuple(found)
+        multiply()  # warm-up; also probes torch's products if they are made batch-invariant
+        seconds = median(repeat(multiply, number=1, repeat=3))  # includes other load of the machine
+        rates.append((rows, seconds / (len(matrices) * prod(_MATRIX))))
+    return tuple(rates)

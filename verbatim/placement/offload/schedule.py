@@ -1,8 +1,7 @@
-"""The order of work: each unit is installed once, for all micro-batches.
+"""The execution order of an offloaded forward: each unit is installed once for all micro-batches.
 
-What a layer is called with is computed for a whole forward, in shapes that differ from architecture to
-architecture. So nothing is sliced: each micro-batch runs the module's own forward, as a greenlet that stops
-before every unit.
+The arguments of layers have shapes that depend on the architecture, so they can't be sliced in a generic way.
+Instead, each micro-batch runs the module's own forward in a greenlet that pauses before every unit.
 """
 
 from __future__ import annotations
@@ -21,23 +20,22 @@ from torch import Tensor, UntypedStorage, nn
 from verbatim.batch import Batch
 from verbatim.model.context import ForwardContext, activate
 from verbatim.model.patching import WeightGate
-from verbatim.placement.offload.choice import Percents
-from verbatim.placement.offload.cut import cut
-from verbatim.placement.offload.kv import assign_tiers
+from verbatim.placement.micro_batches import split_batch
+from verbatim.placement.offload.choice import Percents, assign_tiers
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Unit
 from verbatim.placement.offload.weights import Weights
-from verbatim.weights.files import up
+from verbatim.weights.files import round_to_pages
 
 
-class Part(greenlet):  # type: ignore[misc]
+class SuspendedForward(greenlet):  # type: ignore[misc]
     """The suspended forward of one micro-batch.
 
     Attributes:
-        unit: the one that runs next; None when the forward is done.
-        inputs: the arguments of that unit.
-        output: what its forward returned.
+        unit: the unit that runs next; None when the forward is done.
+        inputs: (args, kwargs) of the call of that unit.
+        output: the return value of the forward.
     """
 
     def __init__(self, number: int, context: ForwardContext, forward: Callable[[], Any]) -> None:
@@ -50,19 +48,19 @@ class Part(greenlet):  # type: ignore[misc]
         self._forward = forward
         self.gr_context = contextvars.copy_context()
 
-    def go(self) -> None:
-        """Run the next unit, and stop before the one after it."""
+    def resume(self) -> None:
+        """Resume the forward until it pauses before the next unit, or ends."""
         with activate(self._context):
             self.switch()
 
     def stop_before(self, unit: Unit, inputs: tuple[Any, ...]) -> None:
-        """Suspend the forward before `unit`; called from within it."""
+        """Pause before `unit`; called from within the forward."""
         self.unit, self.inputs = unit, inputs
         self.parent.switch()
         self.inputs = ()
 
     def end(self) -> None:
-        """Unwind an unfinished forward, and drop its output."""
+        """Unwind the forward if it has not ended, and drop its output."""
         if self:
             with activate(self._context):
                 self.throw(GreenletExit)
@@ -75,22 +73,19 @@ class Part(greenlet):  # type: ignore[misc]
 
 
 class HiddenStates:
-    """Keeps the hidden states of waiting micro-batches in their tiers; those on the disk take no memory.
+    """Moves the hidden states of waiting micro-batches to their tiers and back.
 
-    What is moved is the hidden state that a part's next unit is called with: its storage is emptied and
-    filled again, so all references in the suspended forward stay valid. Everything else that a forward holds
-    (positions, masks, what was computed once for all layers) stays.
-
-    Tensors of the module, tensors that can't be emptied and those that two parts share stay, too. Without a
-    GPU "gpu" and "cpu" are both RAM, so nothing is moved there. Nothing is read ahead: hidden states are
-    small beside the weights of a layer.
+    Only the hidden states passed to a part's next unit are moved: their storage is emptied and refilled in
+    place, so all references in the suspended forward stay valid. Not moved are other values that a forward
+    holds (positions, masks, values computed once for all layers), tensors of the module, and storages that
+    can't be resized or that two parts share. Without a GPU, "gpu" and "cpu" are both RAM. Nothing is read
+    ahead: hidden states are small compared to the weights of a layer.
 
     Args:
-        module: has the parameters and buffers that must not be moved.
-        percents: of the micro-batches, in (gpu, cpu, disk).
-        scratch: room on the disk.
-        trace: records reads and writes.
-        is_apart: "gpu" is not RAM.
+        module: the model; its parameters and buffers are never moved.
+        percents: shares of the micro-batches in (gpu, cpu, disk).
+        scratch: file of the disk tier.
+        is_separate: whether the "gpu" tier is a device's own memory, separate from RAM.
     """
 
     def __init__(
@@ -100,144 +95,141 @@ class HiddenStates:
         scratch: Scratch,
         trace: Trace,
         *,
-        is_apart: bool = False,
+        is_separate: bool = False,
     ) -> None:
         self._module, self._percents = module, percents
-        self._scratch, self._trace, self._is_apart = scratch, trace, is_apart
-        self._rooms: dict[int, tuple[int, int]] = {}  # of each part's number: where, bytes
-        # The emptied storage, its bytes, and they themselves, if they are in RAM beside a GPU.
-        self._away = WeakKeyDictionary[Part, tuple[UntypedStorage, int, UntypedStorage | None]]()
-        self._before: Unit | None = None  # what parts wait for
-        self._owned: set[int] = set()  # storages of the module meanwhile
+        self._scratch, self._trace, self._is_separate = scratch, trace, is_separate
+        self._extents: dict[int, tuple[int, int]] = {}  # by part number: offset in the file, bytes
+        # By part: the emptied storage, its size in bytes, and its copy in RAM; None: the copy is on the disk.
+        self._moved = WeakKeyDictionary[
+            SuspendedForward, tuple[UntypedStorage, int, UntypedStorage | None]
+        ]()
+        self._owned_unit: Unit | None = None  # the unit at which `_owned` was computed
+        self._owned: set[int] = set()  # storages of the module's parameters and buffers
 
-    def send(self, part: Part) -> None:
-        """Write the hidden state of a part to its tier and free its memory.
-
-        Raises:
-            TierFailed: it can't be written, or there is no room.
-        """
+    def evict(self, part: SuspendedForward) -> None:
+        """Write the hidden states of a part to its tier and free their memory; may raise TierFailed."""
         tier = assign_tiers([1] * (part.number + 1), self._percents)[-1]
-        if tier == "gpu" or (tier == "cpu" and not self._is_apart):
+        if tier == "gpu" or (tier == "cpu" and not self._is_separate):
             return
         if (storage := self._storage_of(part)) is None:
             return
-        begin, nbytes, kept = perf_counter(), storage.nbytes(), None
-        data = storage.clone() if self._is_apart and storage.device.type == "cpu" else storage.cpu()
+        begin, nbytes, ram_copy = perf_counter(), storage.nbytes(), None
+        data = (
+            storage.clone() if self._is_separate and storage.device.type == "cpu" else storage.cpu()
+        )
         if tier == "cpu":
-            kept = data
+            ram_copy = data
         else:
-            at, has = self._rooms.get(part.number, (0, 0))
-            if has < nbytes:
-                has = up(nbytes + nbytes // 4)
-                at = self._scratch.reserve(has)
-                self._rooms[part.number] = at, has
-            self._scratch.write_from([_memory(data)], at)
-        self._away[part] = storage, nbytes, kept
+            offset, capacity = self._extents.get(part.number, (0, 0))
+            if capacity < nbytes:
+                capacity = round_to_pages(nbytes + nbytes // 4)
+                offset = self._scratch.reserve(capacity)
+                self._extents[part.number] = offset, capacity
+            self._scratch.write_from([_memory(data)], offset)
+        self._moved[part] = storage, nbytes, ram_copy
         storage.resize_(0)
         self._trace.add("write", "hidden states", f"hidden #{part.number}", begin, nbytes)
 
-    def bring(self, part: Part) -> None:
-        """Read it back, if it was moved.
-
-        Raises:
-            TierFailed: it can't be read.
-        """
-        if part not in self._away:
+    def restore(self, part: SuspendedForward) -> None:
+        """Restore the hidden states of a part, if they were moved; may raise TierFailed."""
+        if part not in self._moved:
             return
-        (storage, nbytes, data), begin = self._away[part], perf_counter()
+        (storage, nbytes, data), begin = self._moved[part], perf_counter()
         storage.resize_(nbytes)
         if data is None:
             data = UntypedStorage(nbytes) if storage.device.type != "cpu" else storage
-            self._scratch.read([_memory(data)], self._rooms[part.number][0], direct=False)
+            self._scratch.read([_memory(data)], self._extents[part.number][0], direct=False)
         if data is not storage:
             storage.copy_(data)
-        del self._away[part]
+        del self._moved[part]
         self._trace.add("read", "hidden states", f"hidden #{part.number}", begin, nbytes)
 
-    def _storage_of(self, part: Part) -> UntypedStorage | None:
+    def _storage_of(self, part: SuspendedForward) -> UntypedStorage | None:
         args, kwargs = part.inputs
         hidden: Any = args[0] if args else kwargs.get("hidden_states")
         if type(hidden) is not Tensor or not hidden.is_floating_point() or not hidden.numel():
             return None
         storage = hidden.untyped_storage()
-        if part.number == 0 or part.unit is not self._before:  # a model has thousands of tensors
-            own = (*self._module.parameters(), *self._module.buffers())
-            self._before, self._owned = part.unit, {t.untyped_storage()._cdata for t in own}
-        away = {other._cdata for other, *_ in self._away.values()}
-        is_shared = storage._cdata in self._owned or storage._cdata in away
+        # Once per unit, as a model has thousands of tensors.
+        if part.number == 0 or part.unit is not self._owned_unit:
+            tensors = (*self._module.parameters(), *self._module.buffers())
+            self._owned_unit, self._owned = part.unit, {t.untyped_storage()._cdata for t in tensors}
+        moved = {other._cdata for other, *_ in self._moved.values()}
+        is_shared = storage._cdata in self._owned or storage._cdata in moved
         return storage if storage.resizable() and not is_shared else None
 
 
 def _memory(storage: UntypedStorage) -> memoryview:
-    # A tensor over the storage could have the wrong inference mode.
+    # A tensor that views the storage could have the wrong inference mode.
     array = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
     return memoryview(array).cast("B")
 
 
 class BlockSchedule:
-    """The order of work of a decoder: in micro-batches, layer by layer.
+    """The execution order of a decoder: layer by layer, each layer for all micro-batches.
 
     Args:
-        weights: lends the units what they need, by a plan that has the sizes of micro-batches.
-        activations: keeps hidden states elsewhere between two units.
+        weights: installs the parameters of units; its plan has the sizes of micro-batches.
+        activations: moves hidden states to their tiers between two units; None: they are not moved.
     """
 
     def __init__(self, weights: Weights, activations: HiddenStates | None) -> None:
         self._plan, self.weights, self.activations = weights.plan, weights, activations
 
     def learning(self) -> AbstractContextManager[None]:
-        """Record the order of units in the block."""
+        """Record the order in which units are used in the block."""
         return self.weights.learning()
 
     def cut(self, batch: Batch) -> list[Batch]:
         """Return the micro-batches of a batch."""
-        return cut(batch, self._plan.batch_size, self._plan.micro_tokens)
+        return split_batch(batch, self._plan.batch_size, self._plan.micro_tokens)
 
     def run(
         self, contexts: Sequence[ForwardContext], forwards: Sequence[Callable[[], Any]]
     ) -> list[Any]:
-        """Return the outputs of `forwards`, each under its forward context."""
-        parts = [Part(i, *pair) for i, pair in enumerate(zip(contexts, forwards, strict=True))]
+        """Run `forwards`, each under its forward context, and return their outputs."""
+        parts = [
+            SuspendedForward(i, *pair)
+            for i, pair in enumerate(zip(contexts, forwards, strict=True))
+        ]
         try:
             for part in parts:
-                self._go(part, None, parts)
+                self._advance(part, None, parts)
             while waiting := [part for part in parts if part.unit is not None]:
                 unit = waiting[0].unit
                 assert unit is not None
-                here = [part for part in waiting if part.unit is unit]
+                ready = [part for part in waiting if part.unit is unit]
                 with self.weights.patched(unit):
-                    for left, part in zip(reversed(range(len(here))), here, strict=True):
+                    for num_later, part in zip(reversed(range(len(ready))), ready, strict=True):
                         if self.weights.experts is not None:
-                            self.weights.experts.later_parts = left
-                        self._go(part, unit, waiting)
+                            self.weights.experts.later_parts = num_later
+                        self._advance(part, unit, waiting)
             return [part.output for part in parts]
         finally:
             for part in parts:
                 part.end()
 
-    def _go(self, part: Part, unit: Unit | None, others: list[Part]) -> None:
-        # A single part never waits for others, so its hidden states stay.
-        away = self.activations if len(others) > 1 else None
+    def _advance(
+        self, part: SuspendedForward, unit: Unit | None, others: list[SuspendedForward]
+    ) -> None:
+        # A single part never waits, so its hidden states stay.
+        movable = self.activations if len(others) > 1 else None
         if self.activations is not None and unit is not None:
-            self.activations.bring(part)  # it may have been moved while others ran
+            self.activations.restore(part)
         begin = perf_counter()
-        part.go()
+        part.resume()
         name = f"start #{part.number}" if unit is None else f"{unit.name} #{part.number}"
         self.weights.trace.add("compute", "weights", name, begin)
-        if away is not None and part.unit is not None:
-            away.send(part)
-
-
-def install_gates(weights: Weights) -> None:
-    """Make every unit stop before its forward, so that its parameters can be installed."""
-    for unit in weights.units.order:
-        unit.module.forward = UnitGate(unit, weights)
+        if movable is not None and part.unit is not None:
+            movable.evict(part)
 
 
 class UnitGate(WeightGate):
     """The forward of a unit's module.
 
-    Outside of a block schedule (inspection of the model, a trial) parameters are installed at once.
+    In a `BlockSchedule` it pauses until the schedule has installed the parameters. Elsewhere (inspection of
+    the model, a trial run) it installs them itself.
     """
 
     def __init__(self, unit: Unit, weights: Weights) -> None:
@@ -249,8 +241,8 @@ class UnitGate(WeightGate):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         part = getcurrent()
-        # An embedding's rows are looked up for each micro-batch: there is nothing to share.
-        if isinstance(part, Part) and not self._unit.gathers:
+        # An embedding reads only the rows of its micro-batch, so nothing is shared.
+        if isinstance(part, SuspendedForward) and not self._unit.gathers:
             part.stop_before(self._unit, (args, kwargs))
             return self.forward(*args, **kwargs)
         with self.open():

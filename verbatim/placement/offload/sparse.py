@@ -1,4 +1,4 @@
-"""Attention to the keys of largest score only: an approximation, the same in every schedule."""
+"""Attention to only the keys with the largest scores: an approximation, identical in every schedule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
-from verbatim.kv.indexing import index_scores
+from verbatim.kv.indexing import index_scores, top_indices
 from verbatim.kv.recurrence import tree_sum
 from verbatim.kv.store import KVStore
 
@@ -23,36 +23,31 @@ def top_k_attention(
     *,
     top_k: int,
 ) -> Tensor:
-    """Compute `store.attend` with only the `top_k` keys of largest score for each query head of each row.
+    """Compute `store.attend` with only the `top_k` highest-scoring keys of each row and query head.
 
-    The score is that of the softmax: with the scale, the soft cap and ALiBi. Of equal ones the earliest
-    positions are taken. Sliding windows hold as ever, and sinks stay in the denominator. A row that sees
-    no more than `top_k` keys anyway has the bits of `store.attend`; every other is made of elementwise
-    operations and trees of additions in shapes that depend on nothing but the model and `top_k`.
-
-    Args:
-        store: has the layer in memory.
-
-    Returns:
-        `[T, H, Dv]` in the dtype of `q`.
+    Scores include the scale, the soft cap and ALiBi; of equal scores, the earliest positions are taken.
+    Sliding windows apply as usual, and sinks stay in the denominator. A row that sees at most `top_k` keys is
+    bit-identical to that of `store.attend`. All others are computed with elementwise operations and tree sums
+    in shapes that depend only on the model and `top_k`, so they are batch-invariant. The layer must be in
+    memory. Returns `[T, H, Dv]` in the dtype of `q`.
     """
     starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
-    # Rows see more and more of their sequence, so those that see little stand at its beginning.
-    few = [
-        _few(length - (starts[s + 1] - starts[s]), length, top_k, options)
+    # Later rows see more keys, so the rows that see at most `top_k` come first in their sequence.
+    num_exact = [
+        _num_exact(length - (starts[s + 1] - starts[s]), length, top_k, options)
         for s, length in enumerate(lens)
     ]
     heads, value_size = q.shape[1], store.shapes[layer].value_dim
     out = q.new_empty(len(q), heads, value_size)
-    if any(few):
+    if any(num_exact):
         out = KVStore.attend(store, layer, q, batch, options)
     for s, length in enumerate(lens):
-        begin, end = starts[s] + few[s], starts[s + 1]
+        begin, end = starts[s] + num_exact[s], starts[s + 1]
         if begin == end:
             continue
-        held = batch.block_tables[s, : -(-length // store.block_size)].long()
+        blocks = batch.block_tables[s, : -(-length // store.block_size)].long()
         keys, values = (
-            store.rows(x, width, held)
+            store.rows(x, width, blocks)
             for x, width in zip(store.layer(layer), (q.shape[2], value_size), strict=True)
         )
         largest = max(top_k * value_size, keys.shape[1])
@@ -60,37 +55,37 @@ def top_k_attention(
         for first in range(begin, end, at_once):
             last = min(first + at_once, end)
             position = length - end + first
-            out[first:last] = _rows(q[first:last], keys, values, position, options, top_k)
+            out[first:last] = _attend_top_k(q[first:last], keys, values, position, options, top_k)
     return out
 
 
-def _few(begin: int, end: int, top_k: int, options: AttentionOptions) -> int:
+def _num_exact(begin: int, end: int, top_k: int, options: AttentionOptions) -> int:
     """Return how many of the rows at these positions attend to at most `top_k` keys."""
     if 0 < (options.window or options.chunk) <= top_k:
         return end - begin
     return max(0, min(end, top_k) - begin)
 
 
-def _rows(
+def _attend_top_k(
     q: Tensor, keys: Tensor, values: Tensor, position: int, options: AttentionOptions, top_k: int
 ) -> Tensor:
-    """Attend with rows of one sequence that see more than `top_k` keys, the first at `position`."""
+    """Compute attention of rows of one sequence, from `position` on, that all see more than `top_k` keys."""
     (rows, heads, _), kv_heads = q.shape, keys.shape[0]
     grouped = (kv_heads, heads // kv_heads)
     positions = torch.arange(position, position + rows, device=q.device).reshape(rows, 1, 1, 1)
     lowest = options.lowest_key(positions)
     oldest = int(lowest[0])
-    places = torch.arange(oldest, position + rows, device=q.device)
+    key_positions = torch.arange(oldest, position + rows, device=q.device)
     pairs = zip(q.float().chunk(kv_heads, 1), keys[:, oldest : position + rows], strict=True)
     scores = torch.stack([index_scores(queries, None, k) for queries, k in pairs], 1)
     scores = scores * options.scale  # [R, Hkv, G, L]
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     if options.alibi is not None:
-        scores = scores + options.alibi.reshape(*grouped, 1) * (places - positions)
-    seen = (lowest <= places) & (places <= positions)
-    scores = torch.where(seen, scores, -torch.inf)
-    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k].sort(-1).values
+        scores = scores + options.alibi.reshape(*grouped, 1) * (key_positions - positions)
+    mask = (lowest <= key_positions) & (key_positions <= positions)
+    scores = torch.where(mask, scores, -torch.inf)
+    best = top_indices(scores, top_k)
     scores = scores.gather(-1, best)  # [R, Hkv, G, k], by position
     largest = scores.amax(-1, keepdim=True)
     if options.sinks is not None:
@@ -100,7 +95,7 @@ def _rows(
     if options.sinks is not None:
         total = total + torch.exp(options.sinks.reshape(*grouped, 1) - largest)
     head = torch.arange(kv_heads, device=q.device).reshape(kv_heads, 1, 1)
-    chosen = values[head, places[best]]  # [R, Hkv, G, k, Dv]
+    chosen = values[head, key_positions[best]]  # [R, Hkv, G, k, Dv]
     chosen = torch.where(weights.unsqueeze(-1) > 0, weights.unsqueeze(-1) * chosen, 0.0)
-    mixed = tree_sum(chosen, -2) / total
-    return mixed.reshape(rows, heads, -1).to(q.dtype)
+    output = tree_sum(chosen, -2) / total
+    return output.reshape(rows, heads, -1).to(q.dtype)

@@ -9,31 +9,31 @@ from collections import deque
 from pathlib import Path
 from time import perf_counter
 
+from verbatim.common.files import atomic_write
 from verbatim.errors import InvalidRequest, TierFailed
-from verbatim.files import replacing
 
-_MOST = 200_000  # spans that are kept; older ones go
+_MAX_SPANS = 200_000  # older ones are dropped
 _WAITS = ("wait", "store", "flush")
-_SHORT = 1e-4  # seconds of a wait that is not shown
+_MIN_WAIT_S = 1e-4  # seconds; shorter waits are not shown
 
 
 class Trace:
-    """Spans of time and bytes moved, recorded by any thread: their sums and, with a path, the spans.
+    """Records spans of time and bytes moved, in any thread: their sums and, with a path, the spans.
 
-    Each thread has sums of its own, so that no lock is needed, which Ctrl-C could leave locked.
+    Sums are per thread, which needs no lock: Ctrl-C could leave it locked.
 
     Args:
-        path: the file that `write` writes.
+        path: the file that `write` writes; None: spans are not stored.
 
     Raises:
-        InvalidRequest: it can't be a file, or its folder isn't there or can't be written to.
+        InvalidRequest: the path is a folder, or its folder does not exist or can't be written to.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        # Where the working directory is now: it may be another one when the trace is written.
+        # Resolved now, since the working directory may change before the trace is written.
         self.path = None if path is None else Path(path).absolute()
         self._sums: dict[int, tuple[dict[str, float], dict[str, int]]] = {}  # by thread
-        self._spans: deque[tuple[str, str, float, float]] = deque(maxlen=_MOST)
+        self._spans: deque[tuple[str, str, float, float]] = deque(maxlen=_MAX_SPANS)
         self._begin = perf_counter()
         if self.path is not None:
             folder = self.path.parent
@@ -43,62 +43,50 @@ class Trace:
                 raise InvalidRequest(f"trace={str(path)!r}: can't write to the folder {folder}")
 
     def add(self, kind: str, data: str, name: str, begin: float, nbytes: int = 0) -> None:
-        """Add a span on this thread, which ends now.
+        """Add a span of this thread that ends now.
 
         Args:
             kind: its track: "read", "write", "compute"; "wait" for reads, "store" and "flush" for writes.
-            data: "weights", "rows" of embeddings, "experts", "K and V" or "hidden states".
-            name: of the layer.
-            begin: by `time.perf_counter`.
-            nbytes: bytes that were moved.
+            data: such as "weights", "rows" of embeddings, "experts", "K and V" or "hidden states".
+            begin: start of the span, by `time.perf_counter`.
+            nbytes: bytes moved.
         """
         end, key = perf_counter(), f"{kind} {data}"
         seconds, moved = self._sums.setdefault(threading.get_ident(), ({}, {}))
         seconds[key] = seconds.get(key, 0.0) + end - begin
         moved[key] = moved.get(key, 0) + nbytes
-        if self.path is not None and not (kind in _WAITS and end - begin < _SHORT):
+        if self.path is not None and not (kind in _WAITS and end - begin < _MIN_WAIT_S):
             track = f"{kind} {threading.current_thread().name}" if kind == "read" else kind
             self._spans.append((track, name, begin, end))
 
     def seconds(self, key: str) -> float:
-        """Return the sum of the spans of a kind and data, such as "wait weights"."""
+        """Return the total time of spans with this kind and data, such as "wait weights"."""
         return sum(seconds.get(key, 0.0) for seconds, _ in list(self._sums.values()))
 
     def nbytes(self, key: str) -> int:
-        """Return the bytes that were moved in these spans."""
+        """Return the bytes moved in spans with this kind and data."""
         return sum(moved.get(key, 0) for _, moved in list(self._sums.values()))
 
     def restart(self) -> None:
-        """Begin the sums at 0."""
+        """Reset the sums to 0."""
         self._sums = {}
 
     def events(self) -> list[dict[str, object]]:
         """Return Chrome's trace events, which https://ui.perfetto.dev displays."""
         spans = list(self._spans)
         tracks = {track: i for i, track in enumerate(dict.fromkeys(s[0] for s in spans))}
-        named: list[dict[str, object]] = [
-            {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": track}}
+        events: list[dict[str, object]] = [
+            {"ph": "M", "tid": tid, "name": "thread_name", "args": {"name": track}}
             for track, tid in tracks.items()
         ]
-        return named + [
-            {
-                "ph": "X",
-                "pid": 1,
-                "tid": tracks[track],
-                "name": name,
-                "cat": track.split()[0],
-                "ts": (begin - self._begin) * 1e6,
-                "dur": (end - begin) * 1e6,
-            }
-            for track, name, begin, end in spans
-        ]
+        for track, name, begin, end in spans:
+            times = {"ts": (begin - self._begin) * 1e6, "dur": (end - begin) * 1e6}
+            kind = track.split()[0]
+            events.append({"ph": "X", "tid": tracks[track], "name": name, "cat": kind, **times})
+        return [{"pid": 1, **event} for event in events]
 
     def write(self) -> None:
-        """Write the file, whole or not at all.
-
-        Raises:
-            TierFailed: it can't be written; the message names it.
-        """
+        """Write the file, completely or not at all; raise TierFailed if that fails."""
         if self.path is None:
             return
         text = json.dumps({"traceEvents": self.events()})
@@ -106,8 +94,8 @@ class Trace:
             if self.path.exists() and not self.path.is_file():  # a pipe, a device
                 self.path.write_text(text)
                 return
-            target = self.path.resolve()  # a link stays one
-            with replacing(target, f".{target.name}.") as file:
+            target = self.path.resolve()  # keeps a symbolic link
+            with atomic_write(target, f".{target.name}.") as file:
                 file.write(text.encode())
                 mask = os.umask(0)
                 os.umask(mask)

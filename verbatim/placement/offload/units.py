@@ -1,29 +1,40 @@
-"""Units of weights that are streamed in one piece: a decoder layer, the embedding, the head."""
+"""Units of weights that are streamed as a whole: a decoder layer, the embedding, a piece of the head."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from verbatim import kernels
+from verbatim.kernels.packing import WeightPacking
 from verbatim.model.experts import ExpertsParts, runs_flat
-from verbatim.model.packed import placeholder
+from verbatim.model.quantizable import owners
+from verbatim.model.quantized import hold_quantized, is_linear, placeholder
 from verbatim.model.structs import NotFusable
-from verbatim.model.weight_packing import WeightPacking
-from verbatim.weights.files import buffer_bytes
+from verbatim.placement.offload.scratch import Scratch
+from verbatim.quantization.formats import Quantization
+from verbatim.quantization.matrix import pack_and_measure
+from verbatim.quantization.report import PackingReport
+from verbatim.weights.files import buffer_bytes, read_whole
 from verbatim.weights.lazy import (
+    InMemory,
     LazyWeight,
     Stored,
+    materialize,
     pieces_of,
     rows_can_be_read,
     rows_of,
     sources,
+    stored_as,
 )
 
-_SMALL = 0.002  # of all weights: a list of modules below it, or a parameter outside of the units, stays put
+# Fraction of all weights; smaller submodules have no units, and stay in memory.
+_MIN_UNIT_SHARE = 0.002
 
 
 @dataclass(slots=True, eq=False)
@@ -31,19 +42,18 @@ class Slot:
     """A parameter and the location of its data.
 
     Attributes:
-        lazy: how it is computed from the data in its tier.
-        nbytes: of the parameter.
+        lazy: lazy weight that computes it from the data in its tier.
         tier: "gpu", "cpu" or "disk".
-        rows_only: only rows of it are read, from its file; a weight that is used as a whole, too, has two
-            slots.
-        packing: of the lazy weight's data, if it is quantized.
-        holders: modules that use the quantized bytes, which are installed as the buffer of this name; before
-            the model is quantized, the modules and the names of the parameter.
-        is_unpacked: a holder dequantizes it whole.
-        rounding: the packing to whose values the rows are rounded that are read.
-        cut: the model's parameter and the range of its rows, if it is not the whole.
-        experts: number of experts in it, if they can be read one by one.
-        held: its data in the tiers "gpu" and "cpu", while it is in memory.
+        rows_only: whether only single rows are read, from the file; a weight that is also used as a whole has
+            two slots.
+        packing: format of the data of `lazy`, if it is quantized.
+        holders: modules that use the quantized bytes, and the names of their buffers for these; before the
+            model is quantized, the names of the parameters.
+        is_unpacked: whether a holder dequantizes it as a whole.
+        rounding: format to which rows are rounded after they are read; None: they are not rounded.
+        cut: the model's parameter and the range of its rows in this slot; None: the slot has all rows.
+        experts: number of experts in it, if they can be read one by one; else 0.
+        data: the data, if its tier is "gpu" or "cpu"; None while dropped.
     """
 
     name: str
@@ -57,21 +67,15 @@ class Slot:
     rounding: WeightPacking | None = None
     cut: tuple[nn.Parameter, int, int] | None = None
     experts: int = 0
-    held: Tensor | None = None
-    _empty: Tensor | None = None  # takes its place where it is not installed
+    data: Tensor | None = None
+    _empty: Tensor | None = None  # placeholder while it is not installed
 
     @property
     def nbytes(self) -> int:
         return self.parameter.numel() * self.parameter.element_size()
 
-    def values(self, weight: Tensor) -> Tensor:
-        """Return its numbers out of those of the model's parameter, contiguous, in its dtype."""
-        if self.cut is not None:
-            weight = weight[self.cut[1] : self.cut[2]]
-        return weight.detach().to(self.parameter.dtype).contiguous()
-
     def install(self, data: Tensor | None) -> None:
-        """Give the model the parameter, or its holders the quantized bytes; None takes them away."""
+        """Install the parameter's data, or the quantized bytes in all holders; None removes it."""
         if self.packing is None:
             if data is None:
                 if self._empty is None:
@@ -80,21 +84,21 @@ class Slot:
             self.parameter.data = data
             return
         for layer, name in self.holders:
-            held: Any = layer._buffers[name]
-            layer._buffers[name] = placeholder(held) if data is None else data
+            buffer: Any = layer._buffers[name]
+            layer._buffers[name] = placeholder(buffer) if data is None else data
 
     @property
     def tier_bytes(self) -> int:
-        """Bytes that it takes in its tier, without rounding to pages."""
+        """Bytes in its tier, without rounding to pages."""
         return self.nbytes if self.packing is None else self.packing.nbytes
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert, as the kernels read it."""
+        """Bytes of one expert, in the layout that the kernels read."""
         return self.tier_bytes // self.experts
 
     def expert(self, number: int) -> LazyWeight:
-        """Return how one expert is made."""
+        """Return the lazy weight of one expert."""
         length = self.parameter.shape[0] if self.packing is None else self.packing.nbytes
         rows = length // self.experts
         lazy = rows_of(self.lazy, number * rows, (number + 1) * rows)
@@ -107,7 +111,7 @@ class Unit:
     """A module with all parameters in memory while its forward runs.
 
     Attributes:
-        gathers: it is an embedding: of its weight, only the rows of the batch's tokens are looked up.
+        gathers: whether it is an embedding from which only the rows of the batch's tokens are read.
     """
 
     name: str
@@ -122,12 +126,13 @@ class Unit:
 
 @dataclass(slots=True, eq=False)
 class ExpertLayer:
-    """The experts of one layer, each of which can be read by itself.
+    """The experts of one layer, each of which can be read separately.
 
     Attributes:
-        name: of the module.
-        count: of its experts.
-        stacks: their matrices and biases, by the names of the module's parameters.
+        name: name of the experts module.
+        unit: the unit of the layer.
+        count: number of experts.
+        stacks: stacked matrices and biases, by the name of the module's parameter.
     """
 
     name: str
@@ -147,15 +152,15 @@ class ExpertLayer:
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory that a thread takes to read an expert: a buffer, and what is converted."""
-        # Quantized ones will be in the scratch file as they are held.
+        """Bytes of memory that a thread needs to read an expert: a buffer, and tensors to convert."""
+        # Quantized experts have the same layout in the scratch file and in memory.
         exact = [slot for slot in self.slots if slot.packing is None]
         pieces = [piece for slot in exact for piece in pieces_of(slot.expert(0))]
-        made = [
+        inputs = [
             stored for piece in pieces if not isinstance(piece, Stored) for stored in sources(piece)
         ]
-        converted = sum(stored.nbytes for stored in made)
-        return buffer_bytes(self.expert_bytes) + (converted + self.expert_bytes if made else 0)
+        converted = sum(stored.nbytes for stored in inputs)
+        return buffer_bytes(self.expert_bytes) + (converted + self.expert_bytes if inputs else 0)
 
 
 @dataclass(slots=True)
@@ -163,14 +168,14 @@ class Units:
     """All parameters of a model.
 
     Attributes:
-        order: of a forward, as far as the module's structure shows it.
-        held: small parameters outside of all units, which stay in memory.
-        experts: layers of experts that are read one by one, in the order of a forward. Their slots are
-            in no unit.
+        order: units in the order of a forward, as far as the module's structure shows it.
+        resident: slots of small parameters outside of all units, which stay in memory.
+        experts: layers with experts that are read one by one, in the order of a forward; no unit contains
+            their slots.
     """
 
     order: list[Unit]
-    held: list[Slot] = field(default_factory=list)
+    resident: list[Slot] = field(default_factory=list)
     experts: list[ExpertLayer] = field(default_factory=list)
 
     @property
@@ -178,50 +183,59 @@ class Units:
         """Every slot once, in the order of its first use."""
         units = [slot for unit in self.order for slot in unit.slots]
         experts = [slot for layer in self.experts for slot in layer.slots]
-        return list(dict.fromkeys([*units, *experts, *self.held]))
+        return list(dict.fromkeys([*units, *experts, *self.resident]))
+
+    @property
+    def packing(self) -> WeightPacking | None:
+        """A packing of the format with the most bytes; None if nothing is quantized."""
+        packings = [slot.packing for slot in self.slots if slot.packing is not None]
+        sizes = Counter[str]()
+        for packing in packings:
+            sizes[packing.name] += packing.nbytes
+        return max(packings, key=lambda packing: sizes[packing.name], default=None)
 
     def split_experts(self) -> None:
-        """Take the experts that can be read one by one out of the units of their layers."""
+        """Move the experts that can be read one by one from their units to `experts`."""
         used = Counter(slot for unit in self.order for slot in unit.slots)
         for unit in self.order:
             for name, module in unit.module.named_modules(prefix=unit.name):
                 layer = _expert_layer(name, module, unit)
                 if layer is not None and all(used[slot] == 1 for slot in layer.slots):
                     self.experts.append(layer)
-                    own = set(layer.slots)
-                    unit.slots = [slot for slot in unit.slots if slot not in own]
+                    expert_slots = set(layer.slots)
+                    unit.slots = [slot for slot in unit.slots if slot not in expert_slots]
 
     def join_experts(self) -> None:
-        """Return them to their units, to be read with these or to stay in memory."""
+        """Move all experts back to their units, to be read or held in memory with these."""
         for layer in self.experts:
             layer.unit.slots += layer.slots
         self.experts = []
 
 
 def find_units(module: nn.Module, lazy_weights: Mapping[nn.Parameter, LazyWeight]) -> Units:
-    """Cut a model into units: each entry of its lists of layers, each embedding and each linear outside.
+    """Split a model into units: each layer of its lists of layers, and each embedding and linear outside.
 
     Args:
-        lazy_weights: of all parameters, or of those that are held here.
+        lazy_weights: lazy weights of the parameters to place: all, or those that this process holds.
     """
     slots: dict[nn.Parameter, Slot] = {}
-    for name, parameter in module.named_parameters():  # tied ones come once
+    for name, parameter in module.named_parameters():  # tied parameters come once
         if parameter in lazy_weights:
             slots[parameter] = Slot(name, parameter, lazy_weights[parameter])
     total = sum(slot.nbytes for slot in slots.values())
     order: list[Unit] = []
 
     def add(name: str, layer: nn.Module) -> None:
-        own = list(dict.fromkeys(slots[p] for p in layer.parameters() if p in slots))
-        if own:
-            gathers = isinstance(layer, nn.Embedding) and rows_can_be_read(own[0].lazy)
-            order.append(Unit(name, layer, own, gathers))
+        unit_slots = list(dict.fromkeys(slots[p] for p in layer.parameters() if p in slots))
+        if unit_slots:
+            gathers = isinstance(layer, nn.Embedding) and rows_can_be_read(unit_slots[0].lazy)
+            order.append(Unit(name, layer, unit_slots, gathers))
 
     def walk(prefix: str, layer: nn.Module) -> None:
         for name, child in layer.named_children():
             path = f"{prefix}{name}"
             size = sum(slots[p].nbytes for p in set(child.parameters()) & slots.keys())
-            if size <= _SMALL * total:
+            if size <= _MIN_UNIT_SHARE * total:
                 continue
             if isinstance(child, nn.ModuleList):
                 for number, entry in enumerate(child):
@@ -237,7 +251,7 @@ def find_units(module: nn.Module, lazy_weights: Mapping[nn.Parameter, LazyWeight
 
 
 def _expert_layer(name: str, module: nn.Module, unit: Unit) -> ExpertLayer | None:
-    """Return the stacks of an experts module; None of any other module, and where they can't be cut."""
+    """Return the experts of a module; None if it has none, or if they can't be read one by one."""
     if not runs_flat(module):
         return None
     try:
@@ -261,3 +275,142 @@ def _expert_layer(name: str, module: nn.Module, unit: Unit) -> ExpertLayer | Non
             slot.experts, stacks[key] = slot.parameter.numel() // size, slot
     count = min(slot.experts for slot in stacks.values())
     return ExpertLayer(name, module, unit, count, stacks)
+
+
+_ROWS = 64  # pieces have a multiple of this number of rows, the kernels' tile size
+_MIN_HEAD_BYTES = 64 << 20  # smaller heads are not split
+_MIN_PIECE_BYTES = 16 << 20  # except for the last piece
+
+
+def split_head(
+    units: Units, head: nn.Module | None, packings: dict[nn.Parameter, WeightPacking]
+) -> None:
+    """Replace the unit of `head` by pieces no larger than the largest layer, if possible.
+
+    Each piece computes its columns of the logits bit-identically to the whole matrix, since the kernels'
+    products have a fixed order of operations for each element. torch's don't: without kernels the head stays
+    whole. If the head is split, rows of a tied embedding are read from its file.
+
+    Args:
+        packings: packings of the weights to quantize; those of the pieces are added.
+    """
+    unit = next((unit for unit in units.order if unit.module is head), None)
+    if type(head) is not nn.Linear or head.bias is not None or unit is None:
+        return
+    (slot,) = unit.slots
+    largest = max(
+        (u.nbytes for u in units.order if not isinstance(u.module, _NOT_LAYERS)), default=0
+    )
+    count = -(-slot.nbytes // max(largest, _MIN_PIECE_BYTES))
+    if count < 2 or slot.nbytes < _MIN_HEAD_BYTES or kernels.library() is None:
+        return
+    if not rows_can_be_read(slot.lazy):
+        return
+    num_out, depth = head.weight.shape
+    rows = -(-num_out // count // _ROWS) * _ROWS
+    pieces = []
+    for begin in range(0, num_out, rows):
+        end = min(begin + rows, num_out)
+        piece = nn.Linear(depth, end - begin, bias=False, device="meta")
+        piece.weight = nn.Parameter(head.weight.data[begin:end], requires_grad=False)
+        name = f"{unit.name}[{begin}:{end}]"
+        if head.weight in packings:
+            packings[piece.weight] = replace(packings[head.weight], shape=tuple(piece.weight.shape))
+        lazy = rows_of(slot.lazy, begin, end)
+        assert lazy is not None
+        cut = Slot(f"{name}.weight", piece.weight, lazy, cut=(head.weight, begin, end))
+        pieces.append(Unit(name, piece.eval(), [cut]))
+    at = units.order.index(unit)
+    units.order[at : at + 1] = pieces
+    slot.rows_only = any(slot in other.slots for other in units.order)
+    head.forward = _forward_of(pieces)
+
+
+_NOT_LAYERS = (nn.Embedding, nn.Linear)
+
+
+def _forward_of(pieces: list[Unit]) -> Callable[..., Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        return torch.cat([piece.module(x) for piece in pieces], dim=-1)
+
+    return forward
+
+
+def choose(units: Units, module: nn.Module, packings: Mapping[nn.Parameter, WeightPacking]) -> None:
+    """Choose which slots are quantized, and how, without reading data.
+
+    `rows_only` slots stay in their file; their rows are rounded to quantized values when they are read.
+
+    Args:
+        packings: result of `packings_of` for the same model.
+    """
+    packed: dict[nn.Parameter, Slot] = {}
+    for slot in units.slots:
+        packing = packings.get(slot.parameter)
+        if packing is None:
+            continue
+        if slot.rows_only:
+            if stored_as(slot.lazy, packing) is None:  # else the file holds the quantized values
+                slot.rounding = packing.plain
+            continue
+        slot.packing = packing
+        packed[slot.parameter] = slot
+    seen: set[nn.Module] = set()
+    for top in (*(unit.module for unit in units.order), module):
+        for _, layer, name, parameter in owners(top):
+            if parameter in packed and layer not in seen:
+                slot = packed[parameter]
+                slot.holders.append((layer, name))
+                is_embedding = isinstance(layer, nn.Embedding)
+                slot.is_unpacked |= not (is_embedding or is_linear(layer) or runs_flat(layer))
+        seen.update(top.modules())
+
+
+def pack(units: Units, quantization: Quantization | None, scratch: Scratch) -> PackingReport:
+    """Quantize the chosen weights into their tiers, one parameter at a time; return a report.
+
+    Raises:
+        ModelError: a weight holds NaN, an infinity or too large a number; the message names it.
+        TierFailed: a weight can't be read, or the disk tier has no room.
+    """
+    for unit in units.order:
+        if unit.gathers:
+            unit.slots = [_rows_of(slot) for slot in unit.slots]
+    squares: dict[str, tuple[float, float]] = {}
+    for slot in units.slots:
+        if slot.packing is None:
+            continue
+        stored = stored_as(slot.lazy, slot.packing)
+        if stored is not None:
+            packed = materialize(stored, read_whole).flatten()
+        else:
+            weight = materialize(slot.lazy, read_whole)
+            packed, squares[slot.name] = pack_and_measure(weight, slot.packing, slot.name)
+        slot.lazy = scratch.store(slot.name, packed) if slot.tier == "disk" else InMemory(packed)
+    for layer in units.experts:
+        for slot in layer.slots:
+            slot.holders = []  # the slots of the cache are held instead
+    for slot in units.slots:
+        if slot.packing is not None:
+            empty = placeholder(torch.empty(1, dtype=torch.uint8).expand(slot.packing.nbytes))
+            for holder, name in slot.holders:
+                hold_quantized(holder, name, empty, slot.packing)
+            slot.holders = [(holder, f"{name}_packed") for holder, name in slot.holders]
+    packings = {slot.name: slot.packing for slot in units.slots if slot.packing is not None}
+    unpacked = [slot for slot in units.slots if slot.name not in packings]
+    return PackingReport(
+        quantization,
+        packings,
+        [s.name for s in unpacked if s.rounding is None and s.parameter.ndim > 1],
+        squares,
+        [slot.name for slot in unpacked if slot.rounding is not None],
+    )
+
+
+def _rows_of(slot: Slot) -> Slot:
+    """Return the slot from which an embedding reads rows: not quantized if the table is on the disk."""
+    if slot.packing is None or slot.tier != "disk":
+        return slot
+    slot.holders = [use for use in slot.holders if not isinstance(use[0], nn.Embedding)]
+    is_elsewhere, rounding = bool(slot.holders), slot.packing.plain
+    return replace(slot, packing=None, holders=[], rows_only=is_elsewhere, rounding=rounding)

@@ -1,9 +1,9 @@
-"""Quantized checkpoints: the lazy weight of each matrix, from what its format stores.
+"""Readers of quantized checkpoints: the lazy weight of each matrix, from the tensors of its format.
 
 `decode` replaces the tensors of a quantized matrix (codes, scales, zero points) by one lazy weight under the
-name of the plain matrix, so everything that reads lazy weights reads a quantized checkpoint. Codes keep their
-bits and get another layout (`Encoding` of `model/weight_packing.py`); a matrix kept packed and a decoded one
-have the same weights, bit for bit.
+name of the plain matrix, so everything that reads lazy weights can read a quantized checkpoint. Codes are
+rearranged into the packed layout (`Encoding` of `kernels/packing.py`), with weights bit-identical to
+decoded ones.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ from typing import Any
 
 import torch
 
+from verbatim.common.untrusted import parts_of, reason
 from verbatim.errors import ModelError, NotSupported, VerbatimError
-from verbatim.untrusted import parts_of, reason
 from verbatim.weights.formats.bitsandbytes import read_bitsandbytes
 from verbatim.weights.formats.checkpoint import QuantizedCheckpoint
-from verbatim.weights.formats.compressed import read_compressed
-from verbatim.weights.formats.fp4 import read_mxfp4
-from verbatim.weights.formats.fp8 import read_fp8
-from verbatim.weights.formats.gptq import read_auto_round, read_awq, read_gptq
-from verbatim.weights.formats.hqq import read_hqq
-from verbatim.weights.formats.modelopt import read_modelopt
+from verbatim.weights.formats.compressed import read_compressed, read_modelopt
+from verbatim.weights.formats.floats import read_fp8, read_mxfp4
+from verbatim.weights.formats.integers import read_auto_round, read_awq, read_gptq, read_hqq
 from verbatim.weights.formats.torchao import read_torchao
 from verbatim.weights.lazy import LazyWeight, Stored
 
@@ -51,11 +48,7 @@ def forget_quantization(config: Any) -> None:
 
 
 def reader_of(source: object, quantization: Mapping[str, Any]) -> Reader:
-    """Return the reader of a `quantization_config`.
-
-    Raises:
-        NotSupported: its format is not read.
-    """
+    """Return the reader of a `quantization_config`; raise NotSupported if there is none."""
     by_bits = "bitsandbytes" if quantization.keys() & {"load_in_4bit", "load_in_8bit"} else None
     method = quantization.get("quant_method") or by_bits
     if not isinstance(method, str) or method not in _FORMATS:
@@ -72,13 +65,13 @@ def decode(
     """Return the lazy weights of a quantized checkpoint, by the names of the plain model.
 
     Args:
-        stored: the tensors of its files.
+        stored: the tensors of the checkpoint's files, by name.
         quantization: the `quantization_config` of its config.json.
         dtype: dtype of decoded weights.
 
     Raises:
-        NotSupported: a format, or a variant of one, that is not read.
-        ModelError: tensors of a matrix are missing, or of another shape than the format says.
+        NotSupported: the format or variant is not supported.
+        ModelError: tensors are missing, or have other shapes than the format requires.
     """
     reader = reader_of(folder, quantization)
     checkpoint = QuantizedCheckpoint(folder, dict(stored), quantization, dtype)
@@ -90,4 +83,4 @@ def decode(
         raise ModelError(
             f"{folder}: its quantization_config is damaged: {reason(error)}"
         ) from error
-    return {**checkpoint.left, **decoded}
+    return {**checkpoint.remaining, **decoded}

@@ -1,4 +1,4 @@
-"""bitsandbytes: int8 by rows, NF4 and FP4 in blocks."""
+"""bitsandbytes: int8 with one scale per row; NF4 and FP4 with one scale per block."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError
-from verbatim.kernels.packed_rows import unfold
+from verbatim.kernels.packing import TABLES, Encoding
 from verbatim.model.stored import read_stored
-from verbatim.model.weight_packing import TABLES, Encoding
+from verbatim.quantization.rows import unfold
 from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint
-from verbatim.weights.formats.fp8 import scaled
+from verbatim.weights.formats.floats import scaled
 from verbatim.weights.lazy import LazyWeight
 
 
 def read_bitsandbytes(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
     """Yield the lazy weight of each matrix."""
     for name in checkpoint.names(".SCB"):
-        scales, stored = (checkpoint.left.get(f"{name}.{key}") for key in ("SCB", "weight"))
+        scales, stored = (checkpoint.remaining.get(f"{name}.{key}") for key in ("SCB", "weight"))
         if scales is not None and stored is not None and scales.shape != stored.shape[:1]:
             raise checkpoint.wrong(scales)
         yield (
@@ -49,7 +49,7 @@ def _four_bits(checkpoint: QuantizedCheckpoint, name: str, kind: Encoding) -> La
         raise ModelError(f"{checkpoint.folder}: the quant_state of {name} is damaged") from None
     numel = torch.Size(shape).numel()
     peaks = -(-numel // block) if block > 0 else -1
-    # Scales that are quantized as well are bytes.
+    # Nested quantization stores the scales as bytes.
     absmax = checkpoint.take(f"{name}.absmax", *((torch.uint8,) if nested > 0 else SCALES))
     parts = [checkpoint.take(name), absmax]
     if torch.Size(absmax.shape).numel() != peaks:
@@ -62,8 +62,8 @@ def _four_bits(checkpoint: QuantizedCheckpoint, name: str, kind: Encoding) -> La
     parts += [checkpoint.take(f"{name}.{key}", *SCALES, shape=(n,)) for key, n in sizes.items()]
 
     def flat(codes: Tensor, absmax: Tensor, *nests: Tensor) -> tuple[Tensor, Tensor]:
-        data = codes.contiguous().view(torch.uint8).flatten()  # stored in any dtype
-        code = unfold(data << 4 | data >> 4, 1)[:numel]  # the upper half is first
+        data = codes.contiguous().view(torch.uint8).flatten()  # may be stored in any dtype
+        code = unfold(data << 4 | data >> 4, 1)[:numel]  # the upper nibble comes first
         peaks = absmax.flatten()
         if nests:
             outer = nests[0].repeat_interleave(nested)[: len(peaks)]
@@ -78,9 +78,9 @@ def _four_bits(checkpoint: QuantizedCheckpoint, name: str, kind: Encoding) -> La
         code, peaks = flat(words, absmax, *nests)
         return (table[code.int()] * peaks.repeat_interleave(block)[:numel]).view(shape)
 
-    # Blocks run on from row to row; a group of ours lies in one block.
+    # Blocks continue from row to row; each packed group lies within one block.
     size = math.gcd(block, shape[1])
-    known = torch.equal(read_stored(parts[2]).float(), TABLES[kind])
-    if not known or size % 32:
+    is_standard = torch.equal(read_stored(parts[2]).float(), TABLES[kind])
+    if not is_standard or size % 32:
         return checkpoint.rounded(shape, values, tuple(parts), name)
     return checkpoint.grouped(name, shape, kind, 4, size, codes, tuple(parts))

@@ -1,7 +1,8 @@
-"""The tensors of a quantized checkpoint, and how codes of a format become the packed layout."""
+"""The tensors of a quantized checkpoint, and the conversion of a format's codes to the packed layout."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.errors import ModelError, NotSupported
-from verbatim.kernels.packed_rows import unfold
-from verbatim.model.groups import PIECE, heads_of
-from verbatim.model.quantization import GROUP_SIZES, Quantization
-from verbatim.model.quantize import pack
-from verbatim.model.weight_packing import Encoding, WeightPacking
-from verbatim.weights.formats.stored import grouped
-from verbatim.weights.lazy import LazyWeight, Stored
+from verbatim.common.untrusted import reason
+from verbatim.errors import ModelError, NotSupported, VerbatimError
+from verbatim.kernels.packing import Encoding, Packing, WeightPacking
+from verbatim.quantization.formats import GROUP_SIZES
+from verbatim.quantization.matrix import pack, pieces
+from verbatim.quantization.rows import heads_of, join, unfold
+from verbatim.weights.lazy import Computed, LazyWeight, Stored
 
-# Of the tensors of a matrix: codes `[N, K]`, scales `[N, groups]`, zero points, if the encoding has any.
+# Function from the tensors of a matrix to codes `[N, K]`, scales `[N, groups]`, and zero points or 0.0.
 Codes = Callable[..., tuple[Tensor, Tensor, Tensor | float]]
-_LARGEST = 2.0**118  # a scale; FP8 scales are multiplied by 2^8
+_LARGEST = 2.0**118  # largest scale; FP8 scales are multiplied by 2^8
+_unpack_lock = threading.Lock()  # one at a time, as unpacked codes take several times the memory
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -30,19 +31,19 @@ class QuantizedCheckpoint:
     """The tensors of a quantized checkpoint.
 
     Attributes:
-        left: tensors that no format has taken: those of unquantized modules.
-        quantization: `quantization_config` of config.json.
-        dtype: of decoded weights.
+        remaining: tensors not taken yet; at the end, those of unquantized modules.
+        quantization: the `quantization_config` of config.json.
+        dtype: dtype of decoded weights.
     """
 
     folder: Path
-    left: dict[str, Stored]
+    remaining: dict[str, Stored]
     quantization: Mapping[str, Any]
     dtype: torch.dtype
 
     def names(self, suffix: str) -> list[str]:
-        """Return the names that end in `suffix`, without it."""
-        return [name.removesuffix(suffix) for name in self.left if name.endswith(suffix)]
+        """Return the names of remaining tensors that end in `suffix`, without it."""
+        return [name.removesuffix(suffix) for name in self.remaining if name.endswith(suffix)]
 
     def take(
         self, name: str, *dtypes: torch.dtype, shape: tuple[int | None, ...] | None = None
@@ -50,15 +51,15 @@ class QuantizedCheckpoint:
         """Remove and return a tensor.
 
         Args:
-            dtypes: those that it may have; none: any.
-            shape: the one that it must have, with None for any size; None: any.
+            dtypes: allowed dtypes; empty: any.
+            shape: required shape, with None for a dimension of any size; None: any shape.
 
         Raises:
-            ModelError: it is missing, or another one.
+            ModelError: the tensor is missing, or has another shape or dtype.
         """
-        if name not in self.left:
+        if name not in self.remaining:
             raise ModelError(f"{self.folder} lacks {name}, which its quantization needs")
-        tensor = self.left.pop(name)
+        tensor = self.remaining.pop(name)
         fits = shape is None or (
             len(shape) == len(tensor.shape)
             and all(n in (None, m) for n, m in zip(shape, tensor.shape, strict=True))
@@ -67,22 +68,22 @@ class QuantizedCheckpoint:
             raise self.wrong(tensor)
         return tensor
 
-    def take_if_there(
+    def take_optional(
         self, name: str, *dtypes: torch.dtype, shape: tuple[int | None, ...] | None = None
     ) -> tuple[Stored, ...]:
-        """Remove and return a tensor as `take` does, or nothing."""
-        return (self.take(name, *dtypes, shape=shape),) if name in self.left else ()
+        """Remove and return a tensor as `take` does; return an empty tuple if it is missing."""
+        return (self.take(name, *dtypes, shape=shape),) if name in self.remaining else ()
 
     def drop(self, *names: str) -> None:
-        """Remove what is not needed for the weights, if it is there."""
+        """Remove unneeded tensors, if present."""
         for name in names:
-            self.left.pop(name, None)
+            self.remaining.pop(name, None)
 
     def option(self, name: str, default: Any, *allowed: Any) -> Any:
         """Return an option of the quantization.
 
         Raises:
-            NotSupported: it is not one of `allowed`.
+            NotSupported: the value is not one of `allowed`.
         """
         value = self.quantization.get(name, default)
         if allowed and value not in allowed:
@@ -93,7 +94,7 @@ class QuantizedCheckpoint:
         return value
 
     def group_size(self, depth: int, size: int) -> int | None:
-        """Return the largest of our group sizes that `size` (at most 0: all of a row) is made of."""
+        """Return the largest of `GROUP_SIZES` that divides `size` (0 or less: a row); None if none does."""
         sizes = [size] * (size in GROUP_SIZES) + sorted(GROUP_SIZES, reverse=True)
         return next((g for g in sizes if size <= 0 or size >= depth or size % g == 0), None)
 
@@ -109,28 +110,23 @@ class QuantizedCheckpoint:
         *,
         columns: bool = False,
     ) -> LazyWeight:
-        """Return the lazy weight of codes in groups.
-
-        Args:
-            size: elements of a group; at most 0: all of a row.
-        """
+        """Return the lazy weight of a matrix with codes in groups of `size` (0 or less: whole rows)."""
         depth = shape[-2 if columns else -1]
         group = self.group_size(depth, size)
         if group is None:
             raise NotSupported(
                 f"{self.folder}: {name} has groups of {size}: must be a multiple of {GROUP_SIZES[0]}"
             )
-        kind = Quantization(bits, group, None)
-        packing = WeightPacking(shape, self.dtype, kind, columns, encoding=encoding)
+        packing = WeightPacking(shape, self.dtype, Packing(bits, group, encoding), columns)
         repeat = -(-depth // group) if size <= 0 or size >= depth else size // group
-        one, full_name = packing.one, f"{self.folder}: {name}"
+        matrix, full_name = packing.single, f"{self.folder}: {name}"
         groups = 1 if size <= 0 else -(-depth // size)
 
         def compute(*tensors: Tensor) -> Tensor:
             code, scale, zero = codes(*tensors)
             zero_shape = zero.shape if isinstance(zero, Tensor) else scale.shape
-            if code.shape != (one.width, depth) or not (
-                scale.shape == zero_shape == (one.width, groups)
+            if code.shape != (matrix.width, depth) or not (
+                scale.shape == zero_shape == (matrix.width, groups)
             ):
                 raise ModelError(f"{full_name} has codes, scales or zero points of another shape")
             if not bool((scale.float().abs() <= _LARGEST).all()):
@@ -143,7 +139,7 @@ class QuantizedCheckpoint:
             elif isinstance(zero, Tensor) and not 0 <= int(zero.min()) <= int(zero.max()) < 256:
                 raise ModelError(f"{full_name} has zero points that are not from 0 to 255")
             heads = heads_of(scale.float().contiguous(), zero, encoding)
-            return laid_out(code, heads.repeat_interleave(repeat, -1), one)
+            return packed_codes(code, heads.repeat_interleave(repeat, -1), matrix)
 
         return grouped(full_name, packing, compute, parts)
 
@@ -154,8 +150,8 @@ class QuantizedCheckpoint:
         parts: tuple[Stored, ...],
         name: str,
     ) -> LazyWeight:
-        """Return the lazy weight of values that are rounded to 8 bits in groups of 32."""
-        packing = WeightPacking(shape, self.dtype, Quantization(8, 32, None))
+        """Return the lazy weight of a matrix that is requantized to 8 bits in groups of 32."""
+        packing = WeightPacking(shape, self.dtype, Packing(8, 32))
 
         def compute(*tensors: Tensor) -> Tensor:
             return pack(values(*tensors).to(self.dtype).contiguous(), packing, name)
@@ -163,24 +159,57 @@ class QuantizedCheckpoint:
         return grouped(f"{self.folder}: {name}", packing, compute, parts)
 
     def wrong(self, stored: Stored) -> ModelError:
-        """Return the error for a tensor of another shape or dtype."""
+        """Return the error for a tensor of the wrong shape or dtype."""
         return ModelError(
-            f"{self.folder}: {stored.name} is {stored.dtype} {list(stored.shape)}, which is not the shape or "
-            "dtype that its quantization says"
+            f"{self.folder}: {stored.name} is {stored.dtype} {list(stored.shape)}, which is not "
+            "the shape or dtype that its quantization requires"
         )
 
 
-def laid_out(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
-    """Return codes `[N, K]` and heads `[N, groups]`, or more of them, as `[packing.nbytes]` uint8."""
-    heads = heads[:, : -(-packing.depth // packing.quantization.group_size)]
-    out = torch.empty(packing.vectors, packing.vector_bytes, dtype=torch.uint8)
-    step = max(1, PIECE // packing.depth)
-    for rows, some, head in zip(*(x.split(step) for x in (out, code, heads)), strict=True):
-        rows.copy_(packing.join(some, head))
+def grouped(
+    name: str, packing: WeightPacking, compute: Callable[..., Tensor], parts: tuple[Stored, ...]
+) -> Computed:
+    """Return the lazy weight of a matrix, or of a stack, that is stored packed.
+
+    Args:
+        name: name of the matrix, for errors.
+        compute: function from the tensors of a matrix `[N, K]` or `[K, N]` to its packed bytes; called
+            for each matrix of a stack separately, to limit memory.
+        parts: the stored tensors of the matrix.
+    """
+    shape = packing.shape
+
+    def pack(*tensors: Tensor) -> Tensor:
+        """Return the packed bytes `[..., N, row_bytes]`."""
+        outer = *shape[:-2], packing.width
+        try:
+            with _unpack_lock:
+                if len(shape) == 2:
+                    return compute(*tensors).view(*outer, -1)
+                out = torch.empty(shape[0], packing.nbytes // shape[0], dtype=torch.uint8)
+                for row, *matrix_parts in zip(out, *tensors, strict=True):
+                    row.copy_(compute(*matrix_parts))
+                return out.view(*outer, -1)
+        except VerbatimError:
+            raise
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise ModelError(
+                f"the tensors of {name} do not fit its format: {reason(error)}"
+            ) from error
+
+    return Computed(pack, parts, shape=shape, dtype=packing.dtype, packing=packing)
+
+
+def packed_codes(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
+    """Pack codes `[N, K]` and encoded scales `heads` `[N, groups or more]` into uint8 `[packing.nbytes]`."""
+    heads = heads[:, : -(-packing.depth // packing.rows.group)]
+    out = torch.empty(packing.num_rows, packing.row_bytes, dtype=torch.uint8)
+    for rows, codes, head in pieces(packing.depth, out, code, heads):
+        rows.copy_(join(codes, head, packing.rows))
     return out.flatten()
 
 
 def nibbles(words: Tensor, bits: int) -> Tensor:
-    """Unpack int32 words `[..., n]` to codes `[..., n * 32 / bits]`, the lowest bits first."""
+    """Unpack int32 words `[..., n]` to codes `[..., n * 32 / bits]`, lowest bits first."""
     data = words.contiguous().view(torch.uint8)
     return data if bits == 8 else unfold(data, 1)

@@ -1,20 +1,22 @@
-"""compressed-tensors: integers in words or plain, FP8 and FP4."""
+"""compressed-tensors (integers, packed in words or not, FP8 and FP4) and NVIDIA's ModelOpt (FP8, NVFP4)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError, NotSupported
+from verbatim.kernels.packing import Encoding
 from verbatim.model.stored import read_stored
-from verbatim.model.weight_packing import Encoding
 from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint, nibbles
-from verbatim.weights.formats.fp4 import mxfp4, nvfp4
-from verbatim.weights.formats.fp8 import FP8, finish_fp8, scaled
+from verbatim.weights.formats.floats import FP8, finish_fp8, mxfp4, nvfp4, scaled
 from verbatim.weights.lazy import LazyWeight, Stored
+
+_BLOCK = 128  # rows and columns of an FP8 block, which the config does not have
 
 
 def read_compressed(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
@@ -35,13 +37,13 @@ def read_compressed(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, Lazy
         weight = f"{name}.weight"
         packed, scale = f"{name}.weight_packed", f"{name}.weight_scale"
         factor = f"{name}.weight_global_scale"
-        if factor in checkpoint.left:
+        if factor in checkpoint.remaining:
             yield weight, nvfp4(checkpoint, weight, packed, scale, factor, inverted=True)
-        elif packed in checkpoint.left and checkpoint.left[packed].dtype is torch.uint8:
+        elif packed in checkpoint.remaining and checkpoint.remaining[packed].dtype is torch.uint8:
             yield weight, mxfp4(checkpoint, weight, packed, scale)
-        elif packed in checkpoint.left:
+        elif packed in checkpoint.remaining:
             yield weight, _words(checkpoint, name, options)
-        elif weight in checkpoint.left and checkpoint.left[weight].dtype in FP8:
+        elif weight in checkpoint.remaining and checkpoint.remaining[weight].dtype in FP8:
             yield weight, scaled(checkpoint, weight, scale, block)
         else:
             zeros, size = _zero_points(checkpoint, name, options, torch.int8), _group_size(options)
@@ -65,12 +67,12 @@ def _words(checkpoint: QuantizedCheckpoint, name: str, options: list[dict[str, A
     bits = 4 if all_bits == {4} else 8
     per_word = 32 // bits
     depth = words.shape[1] * per_word
-    for stored in checkpoint.take_if_there(f"{name}.weight_shape", shape=(2,)):
+    for stored in checkpoint.take_optional(f"{name}.weight_shape", shape=(2,)):
         width, depth = map(int, read_stored(stored).tolist())
         if width != words.shape[0]:
             raise checkpoint.wrong(words)
     by_order = {o.get("actorder") for o in options} & {"group", "dynamic"}
-    if by_order or f"{name}.weight_g_idx" in checkpoint.left:
+    if by_order or f"{name}.weight_g_idx" in checkpoint.remaining:
         raise NotSupported(f"{checkpoint.folder}: {name}.weight_g_idx: groups that are reordered")
     shape = (words.shape[0], depth)
     size = _group_size(options) or -(-depth // max(1, scales.shape[1]))
@@ -91,7 +93,7 @@ def _words(checkpoint: QuantizedCheckpoint, name: str, options: list[dict[str, A
 
 
 def _group_size(options: list[dict[str, Any]]) -> int | None:
-    """Return the size that the config names for groups; None: none, or several."""
+    """Return the group size in the config; None if there is none, or several."""
     sizes = {int(o["group_size"]) for o in options if o.get("strategy") == "group"}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -99,10 +101,45 @@ def _group_size(options: list[dict[str, Any]]) -> int | None:
 def _zero_points(
     checkpoint: QuantizedCheckpoint, name: str, options: list[dict[str, Any]], dtype: torch.dtype
 ) -> tuple[Stored, ...]:
-    """Return the zero points of a matrix, if it has any."""
-    zeros = checkpoint.take_if_there(f"{name}.weight_zero_point", dtype)
+    zeros = checkpoint.take_optional(f"{name}.weight_zero_point", dtype)
     if not zeros and all(option.get("symmetric") is False for option in options):
         raise ModelError(
             f"{checkpoint.folder} lacks {name}.weight_zero_point, as config.json says symmetric=false"
         )
     return zeros
+
+
+def read_modelopt(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
+    """Yield the lazy weight of each matrix.
+
+    Raises:
+        NotSupported: `quant_algo` uses integers, or scales activations per channel.
+    """
+    for suffix in ("weight_scale", "weight_scale_inv"):
+        for name in checkpoint.names(f".{suffix}"):
+            weight, scale = f"{name}.weight", f"{name}.{suffix}"
+            stored, factor = checkpoint.remaining.get(weight), f"{name}.weight_scale_2"
+            if f"{name}.pre_quant_scale" in checkpoint.remaining:
+                stored = None
+            if stored is not None and stored.dtype in FP8:
+                scales = checkpoint.remaining[scale].shape
+                if len(scales) == 4 and scales[1::2] == (1, 1):  # blockwise scales of ModelOpt
+                    scales = scales[::2]
+                    checkpoint.remaining[scale] = replace(checkpoint.remaining[scale], shape=scales)
+                is_blockwise = len(scales) == 2 and scales not in ((1, 1), (stored.shape[0], 1))
+                block = [_BLOCK, _BLOCK] if is_blockwise else None
+                yield weight, scaled(checkpoint, weight, scale, block)
+            elif (
+                stored is not None
+                and stored.dtype is torch.uint8
+                and factor in checkpoint.remaining
+            ):
+                yield weight, nvfp4(checkpoint, weight, weight, scale, factor)
+            else:
+                algorithm = str(checkpoint.quantization.get("quant_algo"))[:80]
+                raise NotSupported(
+                    f"{checkpoint.folder}: {name}: quant_algo={algorithm!r} of modelopt is not supported: "
+                    "its weights must be FP8 or NVFP4, without pre_quant_scale"
+                )
+            checkpoint.drop(f"{name}.input_scale")
+    finish_fp8(checkpoint)

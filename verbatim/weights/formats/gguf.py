@@ -1,26 +1,43 @@
-"""GGUF, llama.cpp's format: blocks of 32 codes, or of 256 with scales of their own for each 16 or 32."""
+"""GGUF files (llama.cpp): blocks of 32 codes, or of 256 codes with a scale for each 16 or 32.
+
+transformers reads the config and the tokenizer. For most architectures, weights are lazy; for others,
+transformers decodes all weights to the model's dtype.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verbatim.errors import ModelError, NotSupported
-from verbatim.kernels.packed_rows import unfold
-from verbatim.model.quantization import Quantization
+from verbatim.common.untrusted import reason, refuse_lfs_pointer
+from verbatim.errors import ModelError, NotSupported, first_line
+from verbatim.kernels.packing import Encoding, Packing, WeightPacking
+from verbatim.model.loader import (
+    LoadedModel,
+    ModelSource,
+    empty_module,
+    read_config,
+    resolve_dtype,
+)
 from verbatim.model.stored import Stored, stamp_of
-from verbatim.model.weight_packing import Encoding, WeightPacking
-from verbatim.weights.formats.checkpoint import laid_out
-from verbatim.weights.formats.stored import grouped
+from verbatim.quantization.rows import unfold
+from verbatim.weights.formats.checkpoint import grouped, packed_codes
 from verbatim.weights.lazy import Computed, LazyWeight, Traced, traced
+from verbatim.weights.skeleton import fill, finish
 
+_PACKAGES = {"gguf": "gguf", "accelerate": "accelerate"}
+_SHARD_SUFFIX = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# What transformers does to the tensors of these can be done to tensors that are not read yet.
+# transformers' tensor processors that work on tensors without data.
 _PROCESSORS = (
     "TensorProcessor",
     "LlamaTensorProcessor",
@@ -30,19 +47,150 @@ _PROCESSORS = (
 )
 
 
-def read_gguf(
-    path: Path, reader: Any, config: Any, empty: Any, dtype: torch.dtype
-) -> dict[str, Traced]:
-    """Return the tensors of a GGUF file, traced, by transformers' names.
-
-    Args:
-        reader: gguf's, of the file.
-        config: of the file's model.
-        empty: the module on the meta device.
-        dtype: of decoded weights.
+def find_gguf(model: str | os.PathLike[str]) -> Path | None:
+    """Return the GGUF file of `model`: the file itself, or the only one in a folder without other weights.
 
     Raises:
-        NotSupported: an architecture whose tensors transformers rearranges in other ways.
+        ModelError: the file does not exist, or the folder has several.
+    """
+    path = Path(os.path.expanduser(os.fspath(model)))
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"no file {path}")
+        return path.resolve()
+    if not os.path.isdir(path) or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:4])
+        raise ModelError(f"{path} holds {len(files)} GGUF files ({names}); name one of them")
+    return files[0].resolve() if files else None
+
+
+def open_gguf(path: Path, source: ModelSource, tokenizer: Any, *, in_memory: bool) -> LoadedModel:
+    """Open a GGUF file with lazy weights, and its tokenizer, if any.
+
+    `dtype="auto"` means bfloat16, or float32 if all tensors of the file are float32.
+
+    Args:
+        tokenizer, in_memory: as for `open_files`.
+
+    Raises:
+        NotSupported: packages are missing, the file is one of several parts, or the architecture can only be
+            decoded in memory.
+        ModelError, UnsupportedModel: the file can't be read, or transformers does not support it.
+    """
+    missing = [package for name, package in _PACKAGES.items() if find_spec(name) is None]
+    if missing:
+        raise NotSupported(
+            f"{path}: reading a GGUF file needs {' and '.join(missing)}: pip install '.[gguf]'"
+        )
+    parts = _SHARD_SUFFIX.search(path.name)
+    if parts is not None:
+        raise NotSupported(
+            f"{path} is one of {int(parts[1])} parts; join them with llama.cpp's gguf-split --merge"
+        )
+    refuse_lfs_pointer(path)
+    reader, dtype = _open(path), source.dtype
+    if dtype == "auto":
+        is_float32 = all(tensor.tensor_type.name == "F32" for tensor in reader.tensors)
+        dtype = "float32" if is_float32 else "bfloat16"
+    where = {"trust_remote_code": False, "local_files_only": True, "gguf_file": path.name}
+    config = read_config(str(path.parent), where)
+    _scale_rope(path, config, reader)
+    resolved = resolve_dtype(dtype)
+    if tokenizer is None and "tokenizer.ggml.model" in reader.fields:
+        tokenizer = _tokenizer(path)
+    empty = empty_module(path, config)
+    try:
+        tensors = _tensors(path, reader, config, empty, resolved)
+    except NotSupported:
+        if not in_memory:
+            raise
+        tensors = None
+    module, unused = fill(path, empty, tensors, resolved, [path])
+    loaded = LoadedModel(module, tokenizer or None, module.generation_config, str(path))
+    loaded.folder, loaded.files, loaded.wrapper = path.parent, [path], config
+    return finish(loaded, unused, source, in_memory=in_memory)
+
+
+def _open(path: Path) -> Any:
+    """Open a file with the gguf package; refuse integer weights."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+    except Exception as error:  # a damaged file may raise any exception
+        raise ModelError(f"{path} is damaged or cut short: {reason(error)}") from None
+    for tensor in reader.tensors:
+        if tensor.tensor_type.name in ("I8", "I16", "I32", "I64"):
+            raise ModelError(
+                f"{path}: {tensor.name} is {tensor.tensor_type.name}: weights must be floating-point numbers "
+                "or quantized"
+            )
+    return reader
+
+
+def _scale_rope(path: Path, config: Any, reader: Any) -> None:
+    """Add to the config the scaling of rotary frequencies that transformers does not read from the file.
+
+    `rope_freqs.weight` (Llama 3.1) holds the divisor of each frequency. transformers supports divisors as
+    "longrope", with separate lists for short and long sequences, which are equal here.
+    """
+    rope = {
+        name.partition(".rope.")[2]: field.contents()
+        for name, field in reader.fields.items()
+        if ".rope." in name and not name.startswith("gpt-oss.")  # transformers reads gpt-oss's
+    }
+    named = (tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight")
+    factors = [float(x) for data in named for x in data.flatten()]
+    kind = rope.get("scaling.type", "linear")
+    # As in llama.cpp, 0 means no factor, and "linear" is the default.
+    factor = (kind != "none" and rope.get("scaling.factor", rope.get("scale_linear"))) or 1
+    is_number = isinstance(factor, int | float) and 0 < factor < math.inf
+    if kind not in ("none", "linear") or not is_number or (factors and factor != 1):
+        raise NotSupported(
+            f"{path}: rope.scaling.type={kind!r} with factor={factor!r} is not read from GGUF files"
+        )
+    rope_config = getattr(config, "rope_parameters", None) or {}
+    if rope_config.get("rope_type") != "default":  # configs with several layer types have their own
+        return
+    if factors:
+        head_dim = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        rotated = int(head_dim * rope_config.get("partial_rotary_factor", 1))
+        if 2 * len(factors) != rotated or not all(0 < x < math.inf for x in factors):
+            raise ModelError(f"{path}: rope_freqs.weight must be {rotated // 2} positive numbers")
+        length = config.max_position_embeddings
+        rope_config |= dict(rope_type="longrope", factor=1.0, attention_factor=1.0)
+        rope_config |= dict(short_factor=factors, long_factor=factors)
+        rope_config |= dict(original_max_position_embeddings=length)
+    elif factor != 1:
+        rope_config |= dict(rope_type="linear", factor=float(factor))
+
+
+def _tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    except Exception as error:  # its readers raise any exception
+        raise ModelError(f"{path}: its tokenizer can't be read: {first_line(error)}") from error
+
+
+def _tensors(
+    path: Path, reader: Any, config: Any, empty: Any, dtype: torch.dtype
+) -> dict[str, Traced]:
+    """Return the traced tensors of a GGUF file, by transformers' names.
+
+    Args:
+        reader: the file, opened with the gguf package.
+        empty: the module on the meta device.
+        dtype: dtype of decoded weights.
+
+    Raises:
+        NotSupported: transformers rearranges tensors of this architecture in other ways.
     """
     from transformers.integrations.gguf.utils import is_gguf_arch_supported
     from transformers.modeling_gguf_pytorch_utils import (
@@ -57,8 +205,8 @@ def read_gguf(
     processor = kind(config.to_dict())
     if type(processor).__name__ not in _PROCESSORS or is_gguf_arch_supported(architecture):
         raise NotSupported(
-            f"{path}: {architecture} in GGUF is decoded to the model's dtype when it is opened, which only a "
-            "model in memory, without a placement, can be"
+            f"{path}: {architecture} in GGUF is decoded to the model's dtype when it is opened, "
+            "which is supported only in memory, without a placement"
         )
     names = get_gguf_hf_weights_map(empty, processor)
     stamp = stamp_of(path)
@@ -72,7 +220,7 @@ def read_gguf(
         elif kind == "ffn_down_exps" and f"{owner}.{kind}" in names:
             table[names[f"{owner}.{kind}"]] = lazy
         elif tensor.name in names:
-            table[names[tensor.name]] = _processed(processor, tensor.name, lazy, names)
+            table[names[tensor.name]] = _process(processor, tensor.name, lazy, names)
         elif kind != "rope_freqs":  # computed from the config
             table[tensor.name] = lazy
     for name, parts in halves.items():
@@ -81,30 +229,26 @@ def read_gguf(
     return table
 
 
-def _processed(processor: Any, name: str, tensor: Tensor, names: dict[str, str]) -> Tensor:
-    """Return a tensor after what transformers does to it.
-
-    A matrix only has its rows reordered, which leaves the blocks of quantized ones whole.
-    """
+def _process(processor: Any, name: str, tensor: Tensor, names: dict[str, str]) -> Tensor:
+    """Process a tensor as transformers does; only rows of matrices are reordered, so blocks stay intact."""
     if "ffn_gate_inp_shexp" in name:
         return tensor.reshape(1, -1)
     if tensor.ndim != 2:
-        made: Tensor = processor.process(tensor.float(), name, tensor_key_mapping=names).weights
-        return made
+        output: Tensor = processor.process(tensor.float(), name, tensor_key_mapping=names).weights
+        return output
     rows = torch.arange(len(tensor))
     order = processor.process(rows[:, None], name, tensor_key_mapping=names).weights.flatten()
     return tensor if torch.equal(order, rows) else tensor.index_select(0, order)
 
 
 def _lazy(path: Path, tensor: Any, dtype: torch.dtype, stamp: Any) -> LazyWeight:
-    """Return the lazy weight of a tensor, as it lies in the file."""
     kind = tensor.tensor_type
     shape = tuple(int(n) for n in reversed(tensor.shape))
-    own = _FLOATS.get(kind.name, torch.uint8)
-    stored_shape = shape if own.is_floating_point else tuple(map(int, tensor.data.shape))
+    stored_dtype = _FLOATS.get(kind.name, torch.uint8)
+    stored_shape = shape if stored_dtype.is_floating_point else tuple(map(int, tensor.data.shape))
     begin, nbytes = int(tensor.data_offset), int(tensor.n_bytes)
-    stored = Stored(tensor.name, path, begin, nbytes, own, stored_shape, stamp)
-    if own.is_floating_point:
+    stored = Stored(tensor.name, path, begin, nbytes, stored_dtype, stored_shape, stamp)
+    if stored_dtype.is_floating_point:
         return stored
     full_name = f"{path}: {tensor.name}"
     if len(shape) >= 2 and kind.name in _KINDS:
@@ -112,8 +256,8 @@ def _lazy(path: Path, tensor: Any, dtype: torch.dtype, stamp: Any) -> LazyWeight
 
         block_bytes = GGML_QUANT_SIZES[kind][1]
         encoding, bits, split = _KINDS[kind.name]
-        packing = WeightPacking(shape, dtype, Quantization(bits, 32, None), encoding=encoding)
-        one = replace(packing, shape=shape[-2:])
+        packing = WeightPacking(shape, dtype, Packing(bits, 32, encoding))
+        matrix = replace(packing, shape=shape[-2:])
 
         def compute(raw: Tensor) -> Tensor:
             blocks = raw.unflatten(1, (-1, block_bytes))
@@ -121,7 +265,7 @@ def _lazy(path: Path, tensor: Any, dtype: torch.dtype, stamp: Any) -> LazyWeight
                 _halves(blocks[..., HALVES[encoding]], full_name)
                 return raw.flatten()
             code, heads = split(blocks, full_name)
-            return laid_out(code.flatten(1), heads, one)
+            return packed_codes(code.flatten(1), heads, matrix)
 
         return grouped(full_name, packing, compute, (stored,))
 
@@ -135,7 +279,7 @@ def _lazy(path: Path, tensor: Any, dtype: torch.dtype, stamp: Any) -> LazyWeight
 
 
 def _halves(data: Tensor, name: str) -> Tensor:
-    """Return bytes `[..., 2 * n]` as float16, bit for bit."""
+    """Return bytes `[..., 2 * n]` as float16 numbers `[..., n]`, which must be finite."""
     halves = data.contiguous().view(torch.float16)
     if not bool(halves.isfinite().all()):
         raise ModelError(f"{name} has scales that are NaN or infinite")
@@ -170,14 +314,14 @@ def _iq4_xs(blocks: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _iq4_numbers(code: Tensor) -> Tensor:
-    """Return what codes of IQ4 types stand for, -127 to 113, plus 128."""
+    """Return the values of IQ4 codes, -127 to 113, plus 128."""
     from gguf.quants import IQ4_NL
 
     numbers = torch.tensor(IQ4_NL.kvalues, dtype=torch.int8).view(torch.uint8) ^ 128
     return numbers[code.int()]
 
 
-# Where the float16 numbers of a block lie.
+# Bytes of a block that hold its float16 scales.
 HALVES = {
     Encoding.Q2_K: slice(80, 84),
     Encoding.Q3_K: slice(108, 110),
@@ -185,13 +329,13 @@ HALVES = {
     Encoding.Q5_K: slice(0, 4),
     Encoding.Q6_K: slice(208, 210),
 }
-# Encoding, bits, and what gives codes and heads of blocks `[N, blocks, bytes]`; None: they stay as they are.
+# (encoding, bits, function from blocks `[N, blocks, bytes]` to codes and heads; None: bytes are unchanged).
 _KINDS: dict[str, tuple[Encoding, int, Callable[..., tuple[Tensor, Tensor]] | None]] = {
     "Q8_0": (Encoding.HALF, 8, _q8_0),
     "Q4_0": (Encoding.HALF, 4, _q4_0),
     "Q5_0": (Encoding.HALF, 8, _q5_0),
     "IQ4_NL": (Encoding.HALF, 8, _iq4_nl),
     "IQ4_XS": (Encoding.SIGNED, 8, _iq4_xs),
-    # `quantization="int4"` is for those of more than 4 bits.
+    # `quantization="int4"` requantizes the types with more than 4 bits.
     **{kind.name: (kind, 4 if kind.name < "Q5" else 8, None) for kind in HALVES},
 }

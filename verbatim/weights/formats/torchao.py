@@ -1,4 +1,4 @@
-"""torchao's tensors, as transformers stores them: their kinds are in the metadata of the files."""
+"""torchao, as transformers stores it: the types of tensors are in the files' metadata."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError, NotSupported
-from verbatim.kernels.packed_rows import unfold
+from verbatim.kernels.packing import Encoding
 from verbatim.model.stored import read_stored
-from verbatim.model.weight_packing import Encoding
+from verbatim.quantization.rows import unfold
 from verbatim.weights.formats.checkpoint import QuantizedCheckpoint
-from verbatim.weights.formats.fp8 import scaled
+from verbatim.weights.formats.floats import scaled
 from verbatim.weights.lazy import LazyWeight
 
-_UNUSED = ("act_quant_scale", "act_quant_zero_point")  # of activations
+_UNUSED = ("act_quant_scale", "act_quant_zero_point")  # scales of activations
 
 
 def read_torchao(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
@@ -26,7 +26,7 @@ def read_torchao(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWei
     from safetensors import safe_open
 
     metadata: dict[str, str] = {}
-    for path in {stored.path for stored in checkpoint.left.values()}:
+    for path in {stored.path for stored in checkpoint.remaining.values()}:
         with safe_open(path, framework="pt") as file:
             metadata |= file.metadata() or {}
     readers = {
@@ -40,9 +40,9 @@ def read_torchao(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWei
         kind = fields.get("_type", "Tensor")
         if kind == "Tensor":
             continue
-        owner, _, own = name.rpartition(".")
-        prefix = f"{owner}._{own}_"
-        if kind not in readers or f"{prefix}act_pre_scale" in checkpoint.left:
+        owner, _, leaf = name.rpartition(".")
+        prefix = f"{owner}._{leaf}_"
+        if kind not in readers or f"{prefix}act_pre_scale" in checkpoint.remaining:
             raise NotSupported(
                 f"{checkpoint.folder}: {name} is a {str(kind)[:80]} of torchao: must be one of "
                 f"{', '.join(readers)}, without act_pre_scale"
@@ -57,10 +57,10 @@ def read_torchao(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWei
 def _scaled(
     checkpoint: QuantizedCheckpoint, name: str, prefix: str, block: list[int]
 ) -> LazyWeight:
-    zeros = checkpoint.take_if_there(f"{prefix}zero_point", torch.int8)
-    # Symmetric ones are stored with zeros; without them a scale keeps all its bits.
+    zeros = checkpoint.take_optional(f"{prefix}zero_point", torch.int8)
+    # Symmetric formats store zeros as zero points; without zero points, a scale keeps all its bits.
     zeros = tuple(zero for zero in zeros if bool(read_stored(zero).any()))
-    data, scale = (checkpoint.left.get(f"{prefix}{key}") for key in ("qdata", "scale"))
+    data, scale = (checkpoint.remaining.get(f"{prefix}{key}") for key in ("qdata", "scale"))
     if data is not None and scale is not None and len(data.shape) == 2:
         count = math.prod(-(-n // size) for n, size in zip(data.shape, block, strict=True))
         if math.prod(scale.shape) != count:
