@@ -139,17 +139,21 @@ struct Heads {
     // never that small, nor are their products with integers in blocks.
     INLINE inline bool read(const RowLayout &row, const uint8_t *heads, int64_t count) {
         const __mmask16 there = (__mmask16)((1u << std::min<int64_t>(COUNT, count)) - 1);
+        // One is subtracted from what is compared with a limit, so that zero becomes the largest.
+        if (row.encoding == AFFINE || row.encoding == CENTERED) {
+            const __m512i words = _mm512_maskz_loadu_epi32(there, heads);
+            _mm512_store_epi32(scale, _mm512_slli_epi32(words, 16));
+            _mm512_store_epi32(low, _mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000)));
+            const __m512i sizes = _mm512_and_si512(words, _mm512_set1_epi16(0x7fff));
+            const __m512i limits = _mm512_set1_epi32((0x0080 - 1) << 16 | (0x0500 - 1));
+            return !_mm512_cmplt_epu16_mask(_mm512_sub_epi16(sizes, _mm512_set1_epi16(1)), limits);
+        }
         __m512i words;
         if (row.head_bytes == 4) words = _mm512_maskz_loadu_epi32(there, heads);
         else
             words = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, heads)), 16);
         __m512 s = (__m512)words, l = _mm512_set1_ps(-0.0f);
         switch (row.encoding) {
-        case AFFINE:
-        case CENTERED:
-            s = (__m512)_mm512_slli_epi32(words, 16);
-            l = (__m512)_mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000));
-            break;
         case ZERO_POINT: {
             const __m512i mask = _mm512_set1_epi32(0xff);
             s = (__m512)_mm512_andnot_si512(mask, words);
@@ -161,7 +165,7 @@ struct Heads {
             [[fallthrough]];
         case SIGNED: l = _mm512_fnmadd_ps(s, _mm512_set1_ps((float)(1 << (row.bits - 1))), l); break;
         }
-        const auto below = [](__m512 v, int bits) {  // minus one: zero becomes the largest
+        const auto below = [](__m512 v, int bits) {
             const __m512i size = _mm512_and_si512((__m512i)v, _mm512_set1_epi32(0x7fffffff));
             const __m512i one = _mm512_set1_epi32(1);
             return _mm512_cmplt_epu32_mask(_mm512_sub_epi32(size, one), _mm512_set1_epi32(bits - 1));
