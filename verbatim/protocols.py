@@ -200,7 +200,8 @@ class Proposer(Protocol):
 
         Called before a forward in which each of `sequences` computes its last token. Blocks for that token
         and for the draft are allocated. Sequences must not be changed. Keep the state of a sequence in a
-        `weakref.WeakKeyDictionary`, so that it is freed with the sequence.
+        `weakref.WeakKeyDictionary`, so that it is freed with the sequence. Ctrl-C may be raised inside of a
+        call; the same sequences may come again with more tokens, or not at all.
 
         Args:
             sequences: the sequences to draft for; `token_ids(0, num_tokens)` returns a sequence's ids.

@@ -356,9 +356,10 @@ def test_models_and_weights_that_cannot_be_packed_are_rejected(
     ):
         with pytest.raises(NotSupported, match=message):
             LLM(make_toy("llama"), quantization=quantization)
-    with pytest.raises(NotSupported, match=r"the model has no nn\.Linear layers"):
+    with pytest.raises(NotSupported, match=r"the model has no nn\.Linear layers") as refusal:
         # GPT-2's own layers are Conv1D, and its head stays exact
         LLM(folders("gpt2"), quantization=Quantization(8, 64, None, 8))
+    assert str(refusal.value).endswith(repr(Quantization(8, 64, None)))
     name = "model.layers.0.mlp.up_proj.weight"
     weights = make_toy("llama").state_dict()
     with LLM(folders("llama"), quantization="int4") as llm:

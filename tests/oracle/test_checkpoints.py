@@ -319,8 +319,9 @@ def test_requantization_applies_only_if_it_takes_fewer_bits(fp8_folder: Path) ->
             return found
 
     for settings in ({}, {"placement": Offload(cpu="64MB")}):
-        bits = {kind: info_with(kind, **settings)["bits_per_weight"] for kind in ("int8", "int4")}
-        assert bits["int8"] > 8 and bits["int4"] < 5.5
+        int8, int4 = (info_with(kind, **settings) for kind in ("int8", "int4"))
+        assert int8["bits_per_weight"] > 8 and int4["bits_per_weight"] < 5.5
+        assert "fp8" in int8["format"] and int4["format"] == int4["requested"]
         # Weights as stored have no error; requantized weights have one.
         assert "relative_error" in info_with("int4", **settings)
     assert info_with("w8a8")["activation_bits"] == 8

@@ -118,7 +118,7 @@ class Drafting:
             function(*args)
 
     def info(self) -> dict[str, Any]:
-        """Return the proposer's name and its options, as plain values."""
+        """Return the name of the proposer, and what one reports that was opened for this engine."""
         info = getattr(self.proposer, "info", None) if self._owns else None
         return {
             "proposer": type(self.proposer).__name__,

@@ -58,7 +58,7 @@ def choose_packings(
     if quantization.activation_bits and not any(p.interleaved for p in packings.values()):
         raise NotSupported(
             f"quantization={quantization.name!r}: the model has no nn.Linear layers, which 8-bit "
-            f"activations require; use {quantization.of_weights.name!r}"
+            f"activations require; use quantization={quantization.of_weights}"
         )
     return packings
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.kernels.packing import WeightPacking
+from verbatim.kernels.packing import Packing, WeightPacking
 from verbatim.quantization.formats import Quantization
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -35,7 +35,12 @@ class PackingReport:
     def info(self) -> dict[str, Any]:
         """Return plain values, for `LLM.info`."""
         packings = self.packed.values()
-        requested = None if self.quantization is None else self.quantization.name
+        requested, is_mixed = None, True
+        if self.quantization is not None:
+            requested, group = self.quantization.name, self.quantization.group_size
+            bits = self.quantization.bits, self.quantization.head_bits
+            own = {Packing(n, group) for n in bits if n is not None}
+            is_mixed = not own.issuperset(packing.rows for packing in packings)
         numbers = [math.prod(packing.shape) for packing in packings]
         after = sum(packing.nbytes for packing in packings)
         activations: dict[str, Any] = {}
@@ -52,7 +57,7 @@ class PackingReport:
             totals = [sum(sums) for sums in zip(*self.squares.values(), strict=True)]
             errors = {"relative_error": _ratio(*totals), "worst": f"{worst}: {error[worst]:.2g}"}
         return {
-            "format": requested or "+".join(sorted({packing.name for packing in packings})),
+            "format": "+".join(sorted({p.name for p in packings})) if is_mixed else requested,
             "requested": requested,
             "packed": _patterns(self.packed),
             **({"rounded": _patterns(self.rounded)} if self.rounded else {}),

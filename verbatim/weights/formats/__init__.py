@@ -54,7 +54,7 @@ def reader_of(source: object, quantization: Mapping[str, Any]) -> Reader:
     if not isinstance(method, str) or method not in _FORMATS:
         raise NotSupported(
             f"{source}: config.json: quant_method={str(method)[:80]!r} is not supported: must be one of "
-            f"{', '.join(_FORMATS)}; or open the model unquantized, with quantization="
+            f"{', '.join(_FORMATS)}; or quantize an unquantized checkpoint, with quantization="
         )
     return _FORMATS[method]
 
