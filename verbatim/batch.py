@@ -226,15 +226,7 @@ def state_columns(sources: list[int], rows: list[int], targets: list[int]) -> di
 
 def dummy_batch(count: int = 1, width: int = 1) -> Batch:
     """Return a batch of `count` one-row sequences in the scratch block; block tables have `width` columns."""
-    zeros = torch.zeros(count, dtype=torch.int64)
-    return Batch(
-        token_ids=zeros,
-        positions=zeros.clone(),
-        query_starts=torch.arange(count + 1, dtype=torch.int32),
-        context_lens=torch.ones(count, dtype=torch.int32),
-        block_tables=torch.full((count, width), SCRATCH_BLOCK, dtype=torch.int32),
-        logit_rows=torch.arange(count),
-    )
+    return Batch.of([([0], 0, [SCRATCH_BLOCK] * width)] * count, range(count))
 
 
 @dataclass(slots=True)

@@ -243,7 +243,7 @@ class Sequence(CachedBlocks):
     next_token: Token = field(default_factory=Token)
     score: float = 0.0  # beam search only
     num_sent: int = 0  # tokens already sent as deltas
-    # Positions to recompute if the recorded choices of a finished sequence were lost with a stage.
+    # Leading positions to recompute since the choices recorded for a finished sequence were lost; else None.
     num_recorded: int | None = None
 
     @property

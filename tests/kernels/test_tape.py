@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.requests_mixed import all_facts, generated, mixed_requests
+from support.stages import staged
 from support.sweep import build
 from support.toys import make_toy, random_ids
 from verbatim import LLM, PipelineParallel, SamplingParams
@@ -153,6 +154,18 @@ def test_pipeline_stages_record_their_steps(saved: Callable[[str], Path]) -> Non
     expected = plainly(saved("falcon_h1"), prompts, LONG)
     with LLM(saved("falcon_h1"), max_length=200, placement=PipelineParallel(2)) as llm:
         assert all_facts(llm.generate(prompts, LONG)) == expected
+        for stage in llm.engine.runner.group.call("status"):  # type: ignore[attr-defined]
+            assert stage["recorded_steps"] == 1
+
+
+def test_micro_batches_of_one_recorded_size_keep_their_hidden_states(
+    saved: Callable[[str], Path],
+) -> None:
+    prompts = [random_ids(5, i) for i in range(4)]
+    params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True, hidden_states=True)
+    expected = plainly(saved("falcon_h1"), prompts, params)
+    with LLM(saved("falcon_h1"), max_length=200, placement=staged(micro_batches=2)) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected
         for stage in llm.engine.runner.group.call("status"):  # type: ignore[attr-defined]
             assert stage["recorded_steps"] == 1
 

@@ -576,6 +576,16 @@ def test_changed_checkpoint_is_detected_on_wake_and_stage_replacement(
     others = before[:header] + bytes(len(before) - header)  # of the same size
     expected = resident_facts(folder, 5)
     with clustered(folder, max_restarts=1) as llm:
+        assert mixed_facts(llm, 5) == expected
+        with pytest.MonkeyPatch.context() as patch:
+
+            def refuse(weights: bool) -> None:
+                raise ModelChanged("a file of this stage changed")
+
+            patch.setattr(serving(llm)[1].stage.runner, "sleep", refuse)
+            with pytest.raises(ModelChanged, match="of this stage"):
+                llm.sleep(weights=True)
+        assert mixed_facts(llm, 5) == expected  # the other stages are awake again
         llm.sleep(weights=True)
         file.write_bytes(others)
         with pytest.raises(ModelChanged, match="changed since"):

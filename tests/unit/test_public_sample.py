@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +25,8 @@ def test_sample_equals_sample_rows_with_the_row_as_sample_index() -> None:
         assert ids.dtype == torch.int64 and ids.tolist() == expected
     rows = [SampleRow(SamplingParams(), 7, b, 3) for b in range(5)]
     drawn = [draw.id for draw in sample_rows(logits, SamplePlan(rows))]
-    assert sample(logits, seed=7, position=3).tolist() == drawn
+    for position in (3, np.int64(3)):
+        assert sample(logits, seed=7, position=position).tolist() == drawn
     assert sample(logits[:0]).tolist() == []
 
 

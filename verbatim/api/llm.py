@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -62,8 +63,8 @@ class LLM:
         max_waiting: maximum queued requests; further ones raise QueueFull. None: unlimited.
         max_unread: maximum number of unread deltas of a stream; one more ends the request with RequestFailed.
         max_length: maximum tokens of prompt and completion together. None: the model's limit.
-        deterministic: True: outputs are bit-identical in every schedule, as they always are on the CPU. On a
-            GPU, "auto" and False leave matrix products to torch, which is faster.
+        deterministic: True: outputs are bit-identical in every schedule. They always are on a CPU, for which
+            False is refused. On a GPU, "auto" and False leave matrix products to torch, which is faster.
         num_threads: size of torch's thread pool while this engine computes. None: torch's setting.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: run Python code of the checkpoint.
@@ -80,8 +81,8 @@ class LLM:
             config.json or hub id of one. None for every other format.
         draft: how draft tokens are proposed (speculative decoding). Outputs do not depend on it. None,
             "ngram", "mtp", "early-exit"; a folder, a hub id or a module of a smaller model with the same
-            tokenizer; an instance of a class in `verbatim.draft`; or an object with the method of
-            `verbatim.draft.Proposer`.
+            tokenizer; an instance of a class in `verbatim.draft`; or any object with a `propose`
+            method, as `verbatim.draft.Proposer` describes.
         num_draft_tokens: tokens per draft, 0 to 64. None: adaptive, up to 8.
         placement: None: this process's memory; or an `Offload`, a `Cluster`, a `TensorParallel`, a
             `PipelineParallel` or an `ExpertParallel`.
@@ -167,7 +168,8 @@ class LLM:
         )
         if not options.fused and isinstance(placement, Cluster | PipelineParallel):
             raise NotSupported(
-                f"fused=False: not supported with placement={placement!r}, where each stage decides itself"
+                f"fused=False: not supported with placement={placement!r}, where each stage chooses "
+                "the layers that it fuses"
             )
         quantized = options.quantization if offload is None else None
         if quantized is not None and isinstance(model, nn.Module):
@@ -242,9 +244,14 @@ class LLM:
             RequestFailed: no token can be drawn for a request. An exception in the model's own forward is
                 raised unchanged. Either way, the other requests of the call are aborted.
         """
-        requests = self._admit_all(prompts, params)
-        with progress_bar(requests, progress):
-            return self.engine.run(requests)
+        with ExitStack() as bar:
+
+            def admit() -> list[Request]:
+                requests = self._admit_all(prompts, params)
+                bar.enter_context(progress_bar(requests, progress))
+                return requests
+
+            return self.engine.admit_and_run(admit)
 
     async def agenerate(
         self,
@@ -282,14 +289,14 @@ class LLM:
             A list of P entries for one prompt of P tokens, the first None; a list of such lists for
             several prompts.
         """
-        prompt_list, single = as_prompts(prompts)
         results = self.generate(
-            prompt_list,
+            prompts,
             SamplingParams(max_tokens=0, prompt_logprobs=0, adapter=adapter),
             progress=progress,
         )
         scores = [result.prompt_logprobs for result in results]
-        return scores[0] or [] if single else scores
+        is_single = bool(results) and as_prompts(prompts)[1]
+        return scores[0] or [] if is_single else scores
 
     def by_text(
         self, top_logprobs: SequenceOf[TopLogprobs | None]
@@ -559,7 +566,12 @@ class LLM:
         params: SamplingParams | SequenceOf[SamplingParams] | None,
     ) -> list[Request]:
         collective = self.engine.collective
-        if collective is not None and collective.may_be_empty and prompts == []:
+        if (
+            collective is not None
+            and collective.may_be_empty
+            and isinstance(prompts, list)
+            and not prompts
+        ):
             return []
         items, _ = as_prompts(prompts)
         params_list = as_params(params, len(items))

@@ -70,7 +70,7 @@ def open_engine(
         source: the files from which other processes load the model; None for a live module.
     """
     if kernels.missing():
-        warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=3)
+        warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=4)
     if isinstance(draft, EarlyExit) and isinstance(placement, ExpertParallel):
         raise NotSupported(
             f"draft={draft!r}: not supported with placement=ExpertParallel, whose ranks draft for "

@@ -208,7 +208,7 @@ def generate(
     settings = SamplingParams(max_tokens=max_new_tokens, **params)
     llm = engine_of(model)
     with on_cpu():
-        results = llm.engine.run(llm._admit_rows(rows.rows(), settings))
+        results = llm.engine.admit_and_run(lambda: llm._admit_rows(rows.rows(), settings))
     completions = [result.outputs[0].token_ids for result in results]
     pad = llm.pad_token_id if pad_token_id is None else pad_token_id
     return rows.joined(completions, pad, device=input_ids.device)

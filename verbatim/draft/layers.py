@@ -156,6 +156,9 @@ def _extend(draft: ActiveDraft, token_id: int) -> bool:
     if token_id in draft.sequence.request.stop_ids:
         return False
     try:
-        return draft.grammar is None or not draft.grammar.push(token_id)
+        if draft.grammar is None or draft.grammar.push(token_id):
+            return draft.grammar is None
+        draft.grammar.mask()  # kept for the next token
+        return True
     except Exception:  # matters only if the model draws this token
         return False

@@ -21,7 +21,7 @@ class ThreadWaiter:
 
     Attributes:
         thread: id of the thread that waits.
-        first: whether it is served before other waiters.
+        first: whether it goes to the front of its queue: the background thread does.
     """
 
     __slots__ = ("_lock", "first", "thread")

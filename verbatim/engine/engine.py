@@ -132,8 +132,7 @@ class Engine:
             self.mode = Mode.PAUSED
         if not self.mode.has_steps:
             return False
-        if self.live and self.has_work and self.runner.stamp() != self._stamp:
-            self._use_new_weights(None, restart=False)
+        self._notice_new_weights()
         begin, drafting = time.perf_counter(), self.drafting
         lengths = None if drafting is None else drafting.lengths(self.scheduler.running)
         work = self.scheduler.schedule(lengths)
@@ -164,6 +163,8 @@ class Engine:
         Steps that only recompute evicted tokens draw nothing, and are committed. The list is empty while
         the engine is paused.
         """
+        if self.mode.has_steps:
+            self._notice_new_weights()
         while self.mode.has_steps:
             work = self.scheduler.schedule()
             while self.scheduler.masks:  # the result must not depend on which masks are ready
@@ -327,6 +328,11 @@ class Engine:
         self._use_new_weights(version, restart=restart)
         return self.weight_version
 
+    def _notice_new_weights(self) -> None:
+        """Discard all KV if the weights of a live module have changed."""
+        if self.live and self.has_work and self.runner.stamp() != self._stamp:
+            self._use_new_weights(None, restart=False)
+
     def _use_new_weights(self, version: int | None, *, restart: bool) -> None:
         """Discard all KV after a change of weights, and restart or continue the active requests."""
         self._stamp = self.runner.stamp() if self.live else None
@@ -371,6 +377,7 @@ class Engine:
         try:
             self.runner.sleep(weights)
         except Exception:
+            self.scheduler.evict_all()  # stages of a cluster may have freed their KV before one refused
             self._call_proposer("wake")
             raise
         self.scheduler.evict_all()

@@ -47,8 +47,8 @@ _T = TypeVar("_T")
 _POLL_S = 0.05  # time between two attempts to step while an engine has work that can't run yet
 _CHECK_S = 1.0  # maximum sleep of a waiting caller between two checks
 _NESTED = (
-    "a call from inside another engine's forward can't wait for an engine that is in use: no other forward "
-    "runs meanwhile"
+    "this call comes from inside another engine's forward, and this engine is in use: waiting would "
+    "deadlock, since no other forward can run until that one returns"
 )
 
 
@@ -57,12 +57,12 @@ class Collective(Protocol):
 
     may_be_empty: bool  # whether this process can join a call without requests of its own
 
-    def run(self, handle: EngineHandle, requests: list[Request]) -> list[Result]:
-        """Run requests to completion on all processes."""
+    def run(self, handle: EngineHandle, admit: Callable[[], list[Request]]) -> list[Result]:
+        """Run the requests that `admit` returns to completion on all processes."""
         ...
 
     def agree(self, work: Callable[[], _T]) -> _T:
-        """Call `work` on all processes; an error on rank 0 fails the call on every rank."""
+        """Call `work` on all processes; if rank 0 works for all, its error fails the call on every rank."""
         ...
 
     def close(self) -> None:
@@ -188,9 +188,13 @@ class EngineHandle:
 
     def run(self, requests: list[Request]) -> list[Result]:
         """Run requests to completion; return their results, or raise the error of the first that failed."""
+        return self.admit_and_run(lambda: requests)
+
+    def admit_and_run(self, admit: Callable[[], list[Request]]) -> list[Result]:
+        """Run the requests that `admit` returns; an error of it also fails the other processes' calls."""
         if self.collective is not None:
-            return self.collective.run(self, requests)
-        return self.run_here(requests)
+            return self.collective.run(self, admit)
+        return self.run_here(admit())
 
     def call_on_all(self, work: Callable[[], _T]) -> _T:
         """Call `work` between two steps, on all processes."""
@@ -335,7 +339,9 @@ class EngineHandle:
         """
         self._refuse_inside()
         if self._lock._is_owned():  # type: ignore[attr-defined]
-            raise VerbatimError("called by a signal handler in the middle of another call")
+            raise VerbatimError(
+                "called by a signal handler that interrupted another call of this engine"
+            )
 
         def checked() -> _T:
             if not when_closed:

@@ -37,9 +37,9 @@ class Lockstep:
     def __init__(self, group: ExpertGroup) -> None:
         self._group = group
 
-    def run(self, handle: EngineHandle, requests: list[Request]) -> list[Result]:
+    def run(self, handle: EngineHandle, admit: Callable[[], list[Request]]) -> list[Result]:
         handle.check_open()
-        return run_together(lambda: (handle, requests), self._group.group)
+        return run_together(lambda: (handle, admit()), self._group.group)
 
     def agree(self, work: Callable[[], _T]) -> _T:
         return work()  # each rank makes the same call

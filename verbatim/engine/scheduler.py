@@ -376,7 +376,7 @@ def _goes_before(waiting: Sequence, running: Sequence) -> bool:
 
 
 def _may_preempt(waiting: Sequence, running: Sequence) -> bool:
-    """Return whether `waiting` may preempt `running`: it needs a better priority, not an earlier arrival.
+    """Return whether `waiting` may preempt `running`: by a better priority, an earlier arrival is not enough.
 
     A beam with candidates yields to any sequence, because the beams that it waits for may be queued.
     """

@@ -68,18 +68,20 @@ class Prefixes:
     ) -> None:
         """Load the blocks of a prefix that are in files and follow the blocks `in_memory`."""
         self.pool.share(in_memory)  # protects them from eviction
-        needed = -(-sequence.num_tokens // self.block_size) - len(in_memory)
-        if self.pool.num_free >= needed and self.states.num_free(3) == 3:
-            usable = len(in_memory) + folder.count_leading(keys[len(in_memory) :])
-            cached = self.states.pool.has
-            while self.states.enabled and usable and not cached(keys[usable - 1]):
-                if folder.has("states", keys[usable - 1]):
-                    break
-                usable -= 1
-            count = len(in_memory) + folder.load("blocks", keys[len(in_memory) : usable])
-            if self.states.enabled and count >= usable > 0 and not cached(keys[usable - 1]):
-                folder.load("states", keys[usable - 1 : usable])
-        self.pool.release(in_memory)
+        try:
+            needed = -(-sequence.num_tokens // self.block_size) - len(in_memory)
+            if self.pool.num_free >= needed and self.states.num_free(3) == 3:
+                usable = len(in_memory) + folder.count_leading(keys[len(in_memory) :])
+                cached = self.states.pool.has
+                while self.states.enabled and usable and not cached(keys[usable - 1]):
+                    if folder.has("states", keys[usable - 1]):
+                        break
+                    usable -= 1
+                count = len(in_memory) + folder.load("blocks", keys[len(in_memory) : usable])
+                if self.states.enabled and count >= usable > 0 and not cached(keys[usable - 1]):
+                    folder.load("states", keys[usable - 1 : usable])
+        finally:
+            self.pool.release(in_memory)
 
     def _queue(self, sequence: Sequence, kind: str, keys: list[bytes], first: int) -> None:
         """Queue cache entries for writing, if there is a folder."""

@@ -228,7 +228,7 @@ Seen = list[list[Any]]  # the values recorded in each forward context
 def record_values(
     module: nn.Module | None, contexts: Sequence[ForwardContext], *, outputs: bool = False
 ) -> Iterator[Seen]:
-    """Record the inputs of an LM head in each of `contexts`, by a temporary hook.
+    """Record the inputs of an LM head, or the outputs of a body, in each of `contexts`, by a temporary hook.
 
     The hook runs last, after the owner's hooks.
 

@@ -97,7 +97,7 @@ class Stack(NamedTuple):
         """Return the stack for the kernels; raise NotFusable if they can't read it."""
         biases, tensor = self.bias.tensor, self.weight.tensor
         columns = self.packing is None and self.transposed
-        if columns and tensor.ndim == 3 and tensor.mT.is_contiguous():  # `weights/load.py`
+        if columns and tensor.ndim == 3 and tensor.mT.is_contiguous():  # by `store_by_rows`
             tensor, columns = tensor.data.mT, False
         first = matrix_at(tensor, biases, dtype, self.cols, self.depth, self.packing)
         if self.packing is not None:

@@ -6,6 +6,7 @@ import ctypes
 import functools
 from collections.abc import Mapping
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -255,20 +256,12 @@ def span_batch(spans: Mapping[int, tuple[int, int]], ids: Tensor) -> Batch:
     Args:
         spans: first and end position (at most `BLOCK_SIZE`) by sequence number.
     """
-    bounds = torch.tensor([0, *(stop - start for start, stop in spans.values())]).cumsum(0)
-    slots = [(1 + 2 * s if a else ZERO_STATE, 1 + 2 * s + (a > 0)) for s, (a, _) in spans.items()]
-    sources, targets = torch.tensor(slots, dtype=torch.int32).t().contiguous()
-    return Batch(
-        token_ids=ids,
-        positions=torch.cat([torch.arange(*span) for span in spans.values()]),
-        query_starts=bounds.int(),
-        context_lens=torch.tensor([stop for _, stop in spans.values()], dtype=torch.int32),
-        block_tables=torch.tensor([[1 + s] for s in spans], dtype=torch.int32),
-        logit_rows=torch.arange(len(ids)),
-        state_sources=sources,
-        state_rows=bounds[1:].int() - 1,
-        state_targets=targets,
-    )
+    parts = ids.split([stop - start for start, stop in spans.values()])
+    rows = [(p.tolist(), a, [1 + s]) for p, (s, (a, _)) in zip(parts, spans.items(), strict=True)]
+    last = [end - 1 for end in accumulate(map(len, parts))]
+    sources = [1 + 2 * s if start else ZERO_STATE for s, (start, _) in spans.items()]
+    targets = [1 + 2 * s + (start > 0) for s, (start, _) in spans.items()]
+    return Batch.of(rows, range(len(ids)), states=(sources, last, targets))
 
 
 def trial_logits(

@@ -95,9 +95,8 @@ class InspectionContext:
         self.kinds: list[tuple[int, int]] = []  # experts per token, and in the layer
         self.routes_all = True  # whether each routed layer got all tokens
         self.choices = 0  # number of calls of routers with a known form
-        self.indexed: list[
-            tuple[int, int]
-        ] = []  # keys that each indexer chooses (0: records), and 0
+        # For each indexer: (number of keys that it chooses, 0); (0, 0) if it chooses records.
+        self.indexed: list[tuple[int, int]] = []
         self.dtype: torch.dtype | None = None
         self.device = torch.device("cpu")
         self.needs_positions = False

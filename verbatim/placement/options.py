@@ -50,7 +50,8 @@ class EngineOptions:
     fused: bool = True
     prefix_folder: Path | None = None
     prefix_folder_bytes: int = 0
-    prompt_rows: int | None = None  # rows of logits for prompt log-probs and drafts; None: 256 MB
+    # Maximum rows of logits for prompt log-probs and drafts; None: as many as 256 MB hold.
+    prompt_rows: int | None = None
     device: Device = CPU
 
     @property

@@ -52,7 +52,7 @@ class Resident(Runner):
         stores: the stores that `sleep` frees: K and V, states, and those of draft layers. Records stay.
     """
 
-    _recorded = False  # whether steps were recorded before `sleep`
+    _record_after_wake = False
     checkpoint: Checkpoint | None = None  # to drop and restore the weights; None for a live module
     packed: PackingReport | None = None  # report on quantized weights
     original: Mapping[str, Tensor] | None = None  # the state dict before quantization and cuts
@@ -240,7 +240,7 @@ class Resident(Runner):
             self.checkpoint.drop(self.decoder.raw_module)
             self.decoder.weights_moved()
         if self.decoder.steps is not None:
-            self._recorded = True
+            self._record_after_wake = True
             self.decoder.record_steps(lambda _: None)
         for store in self.stores:
             store.release()
@@ -252,9 +252,9 @@ class Resident(Runner):
             self.decoder.weights_moved()
         for store in self.stores:
             store.allocate()
-        if self._recorded and not self.decoder.is_editable:
+        if self._record_after_wake and not self.decoder.is_editable:
             self.record_steps()
-        self._recorded = False
+        self._record_after_wake = False
 
     def close(self) -> None:
         for store in self.stores:

@@ -107,7 +107,9 @@ def _reference_row(raw: Tensor, row: SampleRow) -> Draw:
     sampled_logprob, candidates = math.nan, None
     if row.num_candidates:
         candidates = _candidates(raw, mass, row)
-        token_id = -1 if candidates is None else 0  # nothing is drawn, but nothing has failed
+        token_id = (
+            DRAW_FAILED if candidates is None else 0
+        )  # nothing is drawn, but nothing has failed
     elif row.target is not None:
         token_id = row.target
     else:
@@ -138,9 +140,9 @@ def _candidates(raw: Tensor, mass: Mass, row: SampleRow) -> Candidates | None:
 
 
 def _draw(edited: Tensor, row: SampleRow) -> tuple[int, float]:
-    """Draw an id from an edited row `[V]`; return it and its log-prob, or (-1, NaN) if nothing is left."""
+    """Draw an id from an edited row `[V]`; return it and its log-prob: (DRAW_FAILED, NaN) if none is left."""
     if not torch.isfinite(edited.max()):
-        return -1, math.nan
+        return DRAW_FAILED, math.nan
     if is_greedy(edited, row.params.temperature):
         return _first_index(edited, edited.max()), 0.0
     logits = warp(edited, row.params)
@@ -221,8 +223,10 @@ def sample(
             seed = int(torch.randint(-(2**63), 2**63 - 1, ())) & (2**64 - 1)
         rows = [SampleRow(params, seed, b, where) for b, where in enumerate(positions)]
         ids = [draw.id for draw in sample_rows(logits, SamplePlan(rows))]
-    if -1 in ids:
-        raise InvalidRequest(f"row {ids.index(-1)} of logits contains NaN or +inf, or only -inf")
+    if DRAW_FAILED in ids:
+        raise InvalidRequest(
+            f"row {ids.index(DRAW_FAILED)} of logits contains NaN or +inf, or only -inf"
+        )
     return torch.tensor(ids, dtype=torch.int64, device=logits.device)
 
 
@@ -238,7 +242,7 @@ def _positions(
         return [0] * num_rows
     if isinstance(position, Tensor):
         position = position.tolist()
-    positions = [position] * num_rows if isinstance(position, int) else list(position)
+    positions = list(position) if isinstance(position, Iterable) else [position] * num_rows
     if len(positions) != num_rows:
         raise InvalidRequest(f"{len(positions)} positions for {num_rows} rows of logits")
     return [integer("position", value, 0, MAX_POSITION) for value in positions]

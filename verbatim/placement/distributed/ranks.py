@@ -184,8 +184,8 @@ class Leading:
             if member.lost is not None:
                 raise TierFailed(str(member))
 
-    def run(self, handle: Any, requests: list[Request]) -> list[Result]:
-        return self.agree(lambda: handle.run_here(requests))
+    def run(self, handle: Any, admit: Callable[[], list[Request]]) -> list[Result]:
+        return self.agree(lambda: handle.run_here(admit()))
 
     def agree(self, work: Callable[[], _T]) -> _T:
         try:
@@ -218,8 +218,13 @@ class Following:
             raise TierFailed("rank 0 has closed its LLM in the middle of this call")
         return message
 
-    def run(self, handle: Any, requests: list[Request]) -> list[Result]:
+    def run(self, handle: Any, admit: Callable[[], list[Request]]) -> list[Result]:
         handle.check_awake()
+        try:
+            requests = admit()
+        except Exception:
+            self.wait()  # rank 0 answers this call, too
+            raise
         results: list[Result] = self._outcome()
         if len(results) != len(requests):
             raise InvalidRequest(

@@ -312,9 +312,13 @@ class Clustered(Runner):
                 "sleep(weights=True): the weights were updated in memory, and would be lost"
             )
         self._asleep = weights
-        # The other stages still get the message; a lost one is replaced by `wake`.
-        with suppress(StageGone):
-            self.group.call("sleep", weights=weights)
+        try:
+            # The other stages still get the message; a lost one is replaced by `wake`.
+            with suppress(StageGone):
+                self.group.call("sleep", weights=weights)
+        except Exception:  # a stage refused, and others may be asleep
+            self.wake()
+            raise
 
     def wake(self) -> None:
         if self._asleep is not None:

@@ -316,7 +316,8 @@ class StageShare(Served):
                 self._computed = {step: []}
             if self.running.decoder.steps is not None:
                 # The next micro-batch overwrites the output of a recorded step.
-                out = replace(out, logits=out.logits.clone())
+                hidden = None if out.hidden is None else out.hidden.clone()
+                out = replace(out, logits=out.logits.clone(), hidden=hidden)
             self._computed[step].append(out)
 
     def _row_bytes(self) -> int:
