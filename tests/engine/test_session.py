@@ -22,7 +22,7 @@ from tokenizers.processors import TemplateProcessing
 from support import toy_tokenizers, toys
 from support.mtp_toys import save_with_mtp
 from support.mtp_toys import toy as mtp_toy
-from support.programs import PATIENCE_S, in_thread
+from support.programs import PATIENCE_S, in_thread, until
 from support.requests_mixed import (
     facts,
     finish_despite_ctrl_c,
@@ -221,6 +221,21 @@ def test_shared_prefix_blocks_are_not_overwritten_after_rollback() -> None:
         rows = counted(llm)
         assert alone(llm, [*ids, 9], P8) == alone(llm, [*ids, 9], P8.replace(cache_salt="other"))
         assert rows[0] == 17  # the first block is still cached
+
+
+def test_block_whose_last_other_user_ends_while_a_turn_waits_is_no_longer_cached() -> None:
+    ids, salted = list(range(20, 52)), P8.replace(cache_salt="other")
+    with open_llm(live=False, max_sequences=1) as llm, llm.session(100, seed=7) as session:
+        session.generate(ids, P8)
+        session.position = 20
+        other = llm.stream([*ids, 9], P8.replace(max_tokens=40))
+        next(other)
+        turn = in_thread(lambda: session.generate([5, 6], P8))  # waits for `other`
+        until(lambda: llm.stats()["waiting"])
+        assert list(other)
+        turn.result(PATIENCE_S)
+        assert alone(llm, [*ids, 9], P8) == alone(llm, [*ids, 9], salted)
+        llm.engine.scheduler.pool.check()
 
 
 def test_kv_of_idle_live_module_session_is_not_shared() -> None:

@@ -24,7 +24,7 @@ from support.tool_templates import (
     PYTHONIC,
     QWEN_CODER,
 )
-from verbatim.errors import NotSupported, VerbatimError
+from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.serve.answers import ChannelReader, Reader, Reasoning, split_parts
 from verbatim.serve.fields import Function
 from verbatim.serve.formats import CallFormat, ParsedCall, ToolUse
@@ -476,6 +476,21 @@ def test_unsupported_keys_behind_a_reference_are_rejected_by_name(part, key):
     assert used is not None
     with pytest.raises(NotSupported, match=f"f: .*{re.escape(repr(key))}"):
         used.grammar()
+
+
+def test_definitions_are_repeated_only_where_they_are_referenced_and_up_to_a_limit():
+    text = "x" * 200_000
+
+    def grammar(value):
+        schema = {
+            "properties": {f"p{i}": value for i in range(50)},
+            "$defs": {"Part": {"title": text}},
+        }
+        return ToolUse.resolve([tool("f", **schema)], None, None, QWEN_CODER).grammar()
+
+    assert text not in grammar({"type": "integer"})
+    with pytest.raises(InvalidRequest, match="f: its grammar has more than"):
+        grammar({"items": {"$ref": "#/$defs/Part"}, "type": "array"})
 
 
 CHANNELS = {

@@ -108,9 +108,10 @@ def share_experts(rank: int, world: int, folder: Path) -> dict[str, Any]:
         found = rl.rollout(llm, [[5 + rank, 6, 7]] * (rank + 1), ROLLOUT, seed=3)
         told["rows"], told["routing"] = found.sequences.tolist(), found.routing.tolist()
         told["weight_bytes"] = llm.info()["weight_bytes"]
-        with pytest.raises(VerbatimError) as refused:  # at once, on the other ranks, too
+        try:  # on the other ranks at once, too
             llm.generate([[10**6]] if rank == 0 else prompts[own])
-        told["refused"] = f"{refused.type.__name__}: {refused.value}"
+        except VerbatimError as error:
+            told["refused"] = f"{type(error).__name__}: {error}"
         told["scores"] = llm.score([] if rank == 0 else prompts[:1])
     adapters = {"a": folder / "adapter"} if rank else {}
     params = [replace(p, adapter="a") for p in params]

@@ -323,7 +323,10 @@ class Engine:
                 after the tokens they have.
         """
         write = prepare()
-        self.scheduler.evict_all()  # before the write: new weights must never read old K and V
+        # Before the write, which may fail in the middle: new weights must never read or save old K and V.
+        self.scheduler.evict_all()
+        if (folder := self.scheduler.prefixes.folder) is not None:
+            folder.stop("the weights were updated")
         write()
         self._use_new_weights(version, restart=restart)
         return self.weight_version

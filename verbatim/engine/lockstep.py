@@ -105,7 +105,10 @@ def run_together(
             for request in requests:
                 handle.abort(request)  # no effect if it is finished
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                error = None  # its traceback refers to this frame, and so to the group
     if failed_rank is not None:
         raise RequestFailed(f"rank {failed_rank} failed, so all ranks of its process group stop")
     for request in requests:

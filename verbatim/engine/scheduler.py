@@ -360,6 +360,10 @@ class Scheduler:
             self.pool.release([shared])
             sequence.blocks[index] = copy
             missing -= 1
+        elif (
+            sequence.num_computed % self.block_size
+        ):  # other tokens may be written to a cached block
+            self.pool.forget_block(sequence.blocks[sequence.num_computed // self.block_size])
         sequence.blocks += self.pool.take(missing)
         end = sequence.num_computed + chunk.num_rows
         self.states.reserve(sequence, [end])

@@ -129,8 +129,6 @@ class Sessions:
         if self.states.enabled and num_kept not in cache.states:
             num_kept = 0  # the prefix cache may have the blocks up to a cached state
         self._cut(cache, num_kept)
-        if num_kept % self.block_size and not self.pool.is_shared(cache.blocks[-1]):
-            self.pool.forget_block(cache.blocks[-1])  # the turn writes to it
         sequence.take_from(cache)
         cache.is_private = cache.is_private and num_kept > 0
         self._clear(cache)

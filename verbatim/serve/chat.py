@@ -82,9 +82,10 @@ class ConversationRequest(ApiRequest[Body]):
         names = ("enable_thinking", "thinking")
         switch = next((name for name in names if re.search(rf"\b{name}\b", template)), None)
         if effort is not None:
-            if switch is None or "reasoning_effort" in template:
+            has_effort = switch is None or "reasoning_effort" in template
+            if has_effort:
                 self._variables["reasoning_effort"] = effort
-            else:
+            if switch is not None and (effort == "none" or not has_effort):
                 self._variables[switch] = effort != "none"
         if thinking is not None and switch is not None:
             self._variables[switch] = thinking

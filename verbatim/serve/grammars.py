@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.params import MAX_STRUCTURE_CHARS
 from verbatim.sampling.json_schema import close_objects
 from verbatim.serve.fields import Function
 from verbatim.text.tokenizer import Tokenizer
@@ -143,10 +144,14 @@ class ArgumentFormat:
                 f"tools: {function.name}: required must name properties, each of them once"
             )
         _refuse(function.name, set(schema) - _OBJECT_KEYS)
-        rules, pairs = list[str](), dict[str, str]()
+        rules, pairs, length = list[str](), dict[str, str](), 0
         for name, value in properties.items():
             head = marks.lark(self.head.replace("NAME", name))
             pairs[name] = f"{head} {self._value(function.name, value, schema, marks, rules)}"
+            length += len(pairs[name])
+            if length > MAX_STRUCTURE_CHARS:
+                limit = f"more than {MAX_STRUCTURE_CHARS} characters"
+                raise InvalidRequest(f"tools: {function.name}: its grammar has {limit}")
         between = f"{marks.lark(self.between)} " if self.between else ""
         first = f" {between}".join(pairs.pop(name) for name in required)
         later = ""  # name of the rule of this optional argument and those after it
@@ -174,9 +179,11 @@ class ArgumentFormat:
                 words if self.raw else set()
             )
             return f"({' | '.join(map(json.dumps, sorted(words)))}) {tail}"
-        if isinstance(value, dict):
-            value = value | {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return f"%json {json.dumps(value)} {tail}"
+        text = json.dumps(value)
+        if isinstance(value, dict) and '"$ref"' in text:
+            definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+            text = json.dumps(value | definitions)
+        return f"%json {text} {tail}"
 
     def _raw(self, name: str, value: dict[str, Any], marks: Marks, rules: list[str]) -> str:
         tail = self.tail

@@ -104,7 +104,7 @@ class Guard:
         if not self._settings.hosts or host is None:
             return
         name = re.sub(r":\d*$", "", host.lower()).strip("[]")
-        if name not in self._settings.hosts:
+        if name not in map(str.lower, self._settings.hosts):
             raise Refusal(421, f"Host: {host[:80]!r}: not a name of this server")
 
     def _check_body(self, headers: Headers) -> None:

@@ -187,6 +187,9 @@ class DynamicInferenceContext:
         if not self._entries:
             return None
         fresh = self._in_order()
+        ended = {
+            entry for entry in fresh if entry.ended
+        }  # read first: no tokens come after the end
         rows = {entry: token for entry in fresh if (token := entry.next)}
         for entry, token in rows.items():
             entry.ids.append(token.id)
@@ -202,7 +205,7 @@ class DynamicInferenceContext:
             self._fresh.pop(entry, None)
             if entry.next:
                 self._fresh[entry] = None
-            elif entry.ended and self._entries.get(entry.number) is entry:
+            elif entry in ended and self._entries.get(entry.number) is entry:
                 finished.append(entry.number)
         finished += [n for n in active if n in stopped and n not in finished]
         step = _step(rows.values(), self._newly_paused(), finished)

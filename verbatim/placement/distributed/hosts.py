@@ -68,7 +68,7 @@ class Hosts:
                         avoid.add(host.machine)
                     spare, self._prepared = self._prepared[:1], self._prepared[1:]
                     starting += spare or self._create(1, avoid, None)
-        except NoHost:
+        except BaseException:
             for host in starting:
                 host.kill()
             raise

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -185,13 +186,14 @@ class Leading:
                 raise TierFailed(str(member))
 
     def run(self, handle: Any, admit: Callable[[], list[Request]]) -> list[Result]:
+        handle.check_awake()  # on all ranks, without a message
         return self.agree(lambda: handle.run_here(admit()))
 
     def agree(self, work: Callable[[], _T]) -> _T:
         try:
             result = work()
         except BaseException as error:
-            if not isinstance(error, TierFailed):
+            with suppress(TierFailed):  # a rank that is gone must not hide the error
                 self.broadcast({"do": "failed", "error": f"{type(error).__name__}: {error}"})
             raise
         self.broadcast({"do": "results", "results": result})
@@ -213,6 +215,7 @@ class Following:
         """Return the next message from rank 0; raise TierFailed if it is gone, or has closed its LLM."""
         message = self._share.messages.get()
         if message is None:
+            self._share.messages.put(None)  # for the next call
             raise TierFailed("rank 0 is gone")
         if message.get("do") == "close":
             raise TierFailed("rank 0 has closed its LLM in the middle of this call")
