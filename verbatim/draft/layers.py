@@ -79,7 +79,6 @@ class LayersProposer:
                     draft
                     for draft, ids in zip(unfinished, drawn, strict=True)
                     if all(_extend(draft, token_id) for token_id in ids)
-                    and len(draft.ids) < draft.length
                 ]
                 step += 1
         except StageGone:  # the next forward will replace the stage
@@ -153,7 +152,7 @@ def _extend(draft: ActiveDraft, token_id: int) -> bool:
     if token_id < 0:
         return False
     draft.ids.append(token_id)
-    if token_id in draft.sequence.request.stop_ids:
+    if len(draft.ids) >= draft.length or token_id in draft.sequence.request.stop_ids:
         return False
     try:
         if draft.grammar is None or draft.grammar.push(token_id):

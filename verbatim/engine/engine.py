@@ -324,9 +324,7 @@ class Engine:
         """
         write = prepare()
         # Before the write, which may fail in the middle: new weights must never read or save old K and V.
-        self.scheduler.evict_all()
-        if (folder := self.scheduler.prefixes.folder) is not None:
-            folder.stop("the weights were updated")
+        self._discard_kv()
         write()
         self._use_new_weights(version, restart=restart)
         return self.weight_version
@@ -336,13 +334,17 @@ class Engine:
         if self.live and self.has_work and self.runner.stamp() != self._stamp:
             self._use_new_weights(None, restart=False)
 
+    def _discard_kv(self) -> None:
+        """Discard the KV of old weights, and save no more of it."""
+        if (folder := self.scheduler.prefixes.folder) is not None:
+            folder.stop("the weights were updated")
+        self.scheduler.evict_all()
+
     def _use_new_weights(self, version: int | None, *, restart: bool) -> None:
         """Discard all KV after a change of weights, and restart or continue the active requests."""
         self._stamp = self.runner.stamp() if self.live else None
-        if (folder := self.scheduler.prefixes.folder) is not None:
-            folder.stop("the weights were updated")
+        self._discard_kv()
         self.weight_version = self.weight_version + 1 if version is None else version
-        self.scheduler.evict_all()
         for request in self.active:
             sent = any(sequence.num_sent for sequence in request.sequences)
             if restart and not (request.deliver is not None and sent):
@@ -380,10 +382,10 @@ class Engine:
         try:
             self.runner.sleep(weights)
         except Exception:
-            self.scheduler.evict_all()  # stages of a cluster may have freed their KV before one refused
             self._call_proposer("wake")
             raise
-        self.scheduler.evict_all()
+        finally:  # stages of a cluster may have freed their KV before one refused
+            self.scheduler.evict_all()
         self.mode = Mode.ASLEEP
 
     def wake(self) -> None:

@@ -353,17 +353,15 @@ class Scheduler:
         """Allocate the blocks of a chunk, copying a shared block before a write; add it to the batch."""
         sequence = chunk.sequence
         missing = self._blocks_missing(sequence, chunk.num_rows)
+        index, offset = divmod(sequence.num_computed, self.block_size)
         if self._needs_copy(sequence):
-            index = sequence.num_computed // self.block_size
             shared, (copy,) = sequence.blocks[index], self.pool.take(1)
             work.block_copies.append((shared, copy))
             self.pool.release([shared])
             sequence.blocks[index] = copy
             missing -= 1
-        elif (
-            sequence.num_computed % self.block_size
-        ):  # other tokens may be written to a cached block
-            self.pool.forget_block(sequence.blocks[sequence.num_computed // self.block_size])
+        elif offset:  # the block may be cached, for other tokens
+            self.pool.forget_block(sequence.blocks[index])
         sequence.blocks += self.pool.take(missing)
         end = sequence.num_computed + chunk.num_rows
         self.states.reserve(sequence, [end])

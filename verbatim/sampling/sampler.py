@@ -107,9 +107,8 @@ def _reference_row(raw: Tensor, row: SampleRow) -> Draw:
     sampled_logprob, candidates = math.nan, None
     if row.num_candidates:
         candidates = _candidates(raw, mass, row)
-        token_id = (
-            DRAW_FAILED if candidates is None else 0
-        )  # nothing is drawn, but nothing has failed
+        # Nothing is drawn. If there are candidates, nothing has failed either.
+        token_id = DRAW_FAILED if candidates is None else 0
     elif row.target is not None:
         token_id = row.target
     else:

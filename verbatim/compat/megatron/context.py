@@ -187,9 +187,8 @@ class DynamicInferenceContext:
         if not self._entries:
             return None
         fresh = self._in_order()
-        ended = {
-            entry for entry in fresh if entry.ended
-        }  # read first: no tokens come after the end
+        # Read first: no tokens come after the end.
+        ended = {entry for entry in fresh if entry.ended}
         rows = {entry: token for entry in fresh if (token := entry.next)}
         for entry, token in rows.items():
             entry.ids.append(token.id)

@@ -255,9 +255,7 @@ class Served:
             answer = encode({**tags, "result": result})
         except Skipped:
             return
-        except (
-            BaseException
-        ) as error:  # such as SystemExit in remote code: the head waits for an answer
+        except BaseException as error:  # also SystemExit: the head waits for an answer
             described = [type(error).__name__, str(error) or type(error).__name__]
             answer = encode({**tags, "error": described})
         self.report(answer)
