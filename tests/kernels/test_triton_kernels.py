@@ -123,9 +123,9 @@ def test_tile_height_that_gives_other_bits_is_not_used(
     assert heights() == [tile.rows for tile in linear.TILES]
     multiply = linear.multiply
 
-    def rounded_otherwise(*args: Any) -> None:
-        multiply(*args)
-        if args[-1] == linear.TILES[0]:
+    def rounded_otherwise(*args: Any, **packing: Any) -> None:
+        multiply(*args, **packing)
+        if args[4] == linear.TILES[0]:
             args[3].mul_(1.0 + 2.0**-20)
 
     monkeypatch.setattr(linear, "multiply", rounded_otherwise)

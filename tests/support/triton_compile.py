@@ -109,7 +109,8 @@ def decode(tokens: int, dtype: torch.dtype, encoding: Encoding, bits: int) -> No
     packing = WeightPacking((512, 256), dtype, Packing(bits, 64, encoding))
     data = torch.empty(packing.nbytes, dtype=torch.uint8)
     x, out = torch.empty(tokens, 256, dtype=dtype), torch.empty(tokens, 512, dtype=dtype)
-    for tile in linear.TILES[1:2] if dtype is torch.bfloat16 else [linear.WIDE]:
+    tiles = (linear.LOW_PACKED_TILE, *linear.TILES[1:])
+    for tile in tiles if dtype is torch.bfloat16 else [linear.FLOAT32_TILE]:
         linear.multiply(x, data, None, out, tile, packing=packing)
     packed.unpack(data, packing, torch.arange(3))
 
@@ -127,7 +128,7 @@ for dtype in (torch.bfloat16, torch.float32):
         for packing in (None, *KV_PACKINGS.values()):
             attend(tokens, sequences, dtype, packing=packing)
         x, out = torch.empty(tokens, 256, dtype=dtype), torch.empty(tokens, 512, dtype=dtype)
-        for tile in linear.TILES if dtype is torch.bfloat16 else [linear.WIDE]:
+        for tile in linear.TILES if dtype is torch.bfloat16 else [linear.FLOAT32_TILE]:
             linear.multiply(x, weight, None, out, tile)
             starts = torch.zeros(8, dtype=torch.int64)
             linear.multiply(x, weight.view(-1, 512, 256).expand(7, -1, -1), None, out, tile, starts)

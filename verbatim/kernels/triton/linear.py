@@ -17,8 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verbatim.kernels.packing import WeightPacking
-from verbatim.kernels.triton.numbers import DTYPES, EXACT, INTERPRETED, product, rounded, widened
+from verbatim.kernels.packing import Packing, WeightPacking
+from verbatim.kernels.triton.numbers import (
+    DTYPES,
+    EXACT,
+    INTERPRETED,
+    helper,
+    product,
+    rounded,
+    widened,
+)
 from verbatim.kernels.triton.packed import decode_tile, format_of, stride_of, table_of
 
 
@@ -40,8 +48,10 @@ TILES: tuple[Tile, ...] = (
 )
 _MAX_ROWS = (32, 384)  # maximum number of rows for each of them; the last tile has no limit
 FLOAT32_TILE = Tile(64, 32, 64, 4, 4)  # for float32, which does not use tensor cores
+LOW_PACKED_TILE = Tile(16, 32, 256, 4, 3)  # the first of them for a quantized matrix
 if INTERPRETED.value:  # the interpreter sums up the depth of a tile before adding it to the total
     TILES = tuple(tile._replace(depth=32) for tile in TILES)  # a product has at most 2**20 elements
+    LOW_PACKED_TILE = LOW_PACKED_TILE._replace(depth=32)
 _GROUP = 8  # tiles of rows that run side by side, and share a tile of the matrix in the cache
 
 
@@ -50,6 +60,23 @@ def supports(x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> bool:
     float32, bfloat16 or float16.
     """
     return x.dtype in DTYPES and dtype is x.dtype and (bias is None or bias.dtype is x.dtype)
+
+
+@helper
+def _swapped(x, AXIS: tl.constexpr):
+    """Reorder the positions in each 32 along K of a tile: bits 43210 become 32140.
+
+    The compiler gives a thread positions 4i to 4i + 3 and 16 + 4i to 16 + 4i + 3, and multiplies the first
+    two of each four in one instruction, and the others in the next. With both factors reordered, an
+    instruction sums 16 adjacent products, as in a tile of decoded weights.
+    """
+    if AXIS == 1:
+        parts = tl.reshape(x, (x.shape[0], x.shape[1] // 32, 2, 2, 4, 2))
+        parts = tl.permute(parts, (0, 1, 3, 4, 2, 5))
+    else:
+        parts = tl.reshape(x, (x.shape[0] // 32, 2, 2, 4, 2, x.shape[1]))
+        parts = tl.permute(parts, (0, 2, 3, 1, 4, 5))
+    return tl.reshape(parts, (x.shape[0], x.shape[1]))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -128,6 +155,8 @@ def _linear(
         else:
             columns = column, num_columns, column_stride
             b = decode_tile(weight, table, columns, start, depth, x.dtype.element_ty, DEPTH, FORMAT)
+        if FORMAT is not None and ROWS == 16 and not INTERPRETED:
+            a, b = _swapped(a, 1), _swapped(b, 0)
         total = product(a, b, total)
     if HAS_BIAS:
         total += widened(tl.load(bias + column, mask=column_mask, other=0.0))[None, :]
@@ -155,33 +184,36 @@ def linear(
     rows = x.reshape(-1, depth).contiguous()
     out = rows.new_empty((len(rows), num_columns), dtype=torch.float32 if float32 else x.dtype)
     if out.numel():
-        tile = tile_for(len(rows), x.dtype, x.device, packed=packing is not None)
+        tile = tile_for(len(rows), x.dtype, x.device, packing)
         multiply(rows, weight, bias, out, tile, packing=packing)
     return out.view(*x.shape[:-1], num_columns)
 
 
 def tile_for(
-    num_rows: int, dtype: torch.dtype, device: torch.device, *, packed: bool = False
+    num_rows: int, dtype: torch.dtype, device: torch.device, packing: WeightPacking | None = None
 ) -> Tile:
-    """Return the lowest tile for a number of rows, among those with the bits of the tallest.
-
-    Args:
-        packed: the matrix is quantized, and dequantized in registers. It gets the middle tile: in a low one,
-            the compiler multiplies 32 elements of a row in another order.
-    """
+    """Return the lowest tile for a number of rows, among those with the bits of the tallest."""
     if dtype.itemsize > 2:
         return FLOAT32_TILE
-    equal = _equal_tiles(dtype, device, TILES)
-    by_rows = [tile for tile, most in zip(TILES, _MAX_ROWS, strict=False) if num_rows <= most]
-    fitting = [TILES[1]] if packed else by_rows
-    return next((tile for tile in fitting if tile in equal), TILES[-1])
+    tiles = TILES if packing is None else (LOW_PACKED_TILE, *TILES[1:])
+    form = None if packing is None else (packing.rows, packing.interleaved)
+    equal = _equal_tiles(dtype, device, tiles, form)
+    by_rows = (tile for tile, most in zip(tiles, _MAX_ROWS, strict=False) if num_rows <= most)
+    return next((tile for tile in by_rows if tile in equal), tiles[-1])
 
 
 @functools.cache
 def _equal_tiles(
-    dtype: torch.dtype, device: torch.device, tiles: tuple[Tile, ...]
+    dtype: torch.dtype,
+    device: torch.device,
+    tiles: tuple[Tile, ...],
+    form: tuple[Packing, bool] | None = None,
 ) -> frozenset[Tile]:
-    """Return the tiles that give the bits of the last one on a device, by a trial."""
+    """Return the tiles that give the bits of the last one on a device, by a trial.
+
+    Args:
+        form: format of a quantized matrix, and whether it is interleaved.
+    """
     noise = torch.Generator().manual_seed(0)
     float32: Any = {"generator": noise, "dtype": torch.float32}
 
@@ -191,10 +223,13 @@ def _equal_tiles(
             device, dtype
         )
 
-    x, weight = numbers(40), numbers(96)
+    x, weight, packing = numbers(40), numbers(96), None
+    if form is not None:  # these bytes are finite numbers from 2**-20 to 2**10 in every format
+        packing = WeightPacking((96, 512), dtype, form[0], interleaved=form[1])
+        weight = torch.randint(0x38, 0x41, (packing.nbytes,), generator=noise, dtype=torch.uint8)
     outputs = [torch.empty(40, 96, dtype=torch.float32, device=device) for _ in tiles]
     for tile, out in zip(tiles, outputs, strict=True):
-        multiply(x, weight, None, out, tile)
+        multiply(x, weight.to(device), None, out, tile, packing=packing)
     return frozenset(
         tile for tile, out in zip(tiles, outputs, strict=True) if out.equal(outputs[-1])
     )

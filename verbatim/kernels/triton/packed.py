@@ -165,6 +165,7 @@ def _group_codes(
     BITS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     WHOLE: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     """Return the codes of elements `first + at` of rows, for `first` a multiple of SPAN, `at` below it."""
     inside = at if SPAN == GROUP else first % GROUP + at
@@ -174,6 +175,16 @@ def _group_codes(
         code = _byte(row + word * 128 + inside % 4, mask)
         if BITS == 4:
             code = code >> inside // 4 % 2 * 4 & 15
+    elif PAIRS:
+        size: tl.constexpr = SPAN * BITS // 16
+        pairs = row.to(tl.pointer_type(tl.uint16), bitcast=True) + first * BITS // 16
+        pairs = tl.load(pairs + tl.arange(0, size)[None, :, None], mask=mask, other=0).to(tl.int32)
+        if BITS == 8:
+            codes = tl.permute(tl.join(pairs & 255, pairs >> 8), (0, 1, 3, 2))
+        else:
+            low, high = tl.join(pairs & 15, pairs >> 8 & 15), tl.join(pairs >> 4 & 15, pairs >> 12)
+            codes = tl.permute(tl.join(low, high), (0, 4, 1, 3, 2))
+        code = tl.reshape(codes, first.shape[0], SPAN, row.shape[2])
     elif BITS == 8:
         code = _byte(row + first + at, mask)
     else:
@@ -235,6 +246,10 @@ def decode_tile(
     INTERLEAVED: tl.constexpr = FORMAT[5]
     ALIGN: tl.constexpr = FORMAT[6]
     WHOLE: tl.constexpr = FORMAT[7]
+    ALIGNED: tl.constexpr = WHOLE and not INTERLEAVED and ALIGN % 2 == 0 and SPAN * BITS % 16 == 0
+    PAIRS: tl.constexpr = ALIGNED and (
+        BITS == 8 or SPAN == GROUP
+    )  # codes are loaded two bytes at a time
     first = start + tl.arange(0, DEPTH // SPAN)[:, None, None] * SPAN
     at = tl.arange(0, SPAN)[None, :, None]
     head_mask = (first < depth) & (column < num_columns)[None, None, :]
@@ -256,7 +271,9 @@ def decode_tile(
             number = _number(code, 0)
     else:
         head = _group_head(row, first, depth, head_mask, GROUP, BITS, ENCODING, INTERLEAVED, ALIGN)
-        code = _group_codes(row, first, at, depth, mask, SPAN, GROUP, BITS, INTERLEAVED, WHOLE)
+        code = _group_codes(
+            row, first, at, depth, mask, SPAN, GROUP, BITS, INTERLEAVED, WHOLE, PAIRS
+        )
         zero = 0.0
         if ENCODING == "AFFINE" or ENCODING == "CENTERED":
             step = (head << 16).to(tl.float32, bitcast=True)
