@@ -425,10 +425,11 @@ def one_sequence(
     [
         AttentionOptions(scale=0.4),
         AttentionOptions(scale=0.4, window=20),
+        AttentionOptions(scale=0.4, chunk=20),
         AttentionOptions(scale=0.4, softcap=1.0, sinks=torch.tensor([0.0, 1.0, 2.0, -1.0])),
         AttentionOptions(scale=0.4, alibi=torch.tensor([0.01, 0.1, 0.2, 0.3])),
     ],
-    ids=["plain", "window", "softcap-sinks", "alibi"],
+    ids=["plain", "window", "chunk", "softcap-sinks", "alibi"],
 )
 def test_sparse_attention_equals_attention_over_top_k_keys(options: AttentionOptions) -> None:
     store, length, top_k = KVStore([SHAPE], 12, 16, torch.float32, CPU), 150, 7
@@ -443,6 +444,8 @@ def test_sparse_attention_equals_attention_over_top_k_keys(options: AttentionOpt
     visible = positions <= positions[:, None]
     if options.window:
         visible = visible & (positions[:, None] - positions < options.window)
+    if options.chunk:
+        visible = visible & (positions >= positions[:, None] // options.chunk * options.chunk)
     scores = torch.where(visible, scores, -torch.inf)
     chosen = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     mask = torch.zeros_like(scores).scatter(-1, chosen, 1.0).bool() & visible

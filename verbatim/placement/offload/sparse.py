@@ -32,18 +32,21 @@ def top_k_attention(
     memory. Returns `[T, H, Dv]` in the dtype of `q`.
     """
     starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
-    # Later rows see more keys, so the rows that see at most `top_k` come first in their sequence.
-    num_exact = [
-        _num_exact(length - (starts[s + 1] - starts[s]), length, top_k, options)
-        for s, length in enumerate(lens)
-    ]
+    positions = torch.cat(
+        [
+            torch.arange(length - (starts[s + 1] - starts[s]), length)
+            for s, length in enumerate(lens)
+        ]
+    )
+    # With chunks, rows that see few keys may follow rows that see many.
+    sees_more = positions - options.lowest_key(positions) >= top_k
     heads, value_size = q.shape[1], store.shapes[layer].value_dim
     out = q.new_empty(len(q), heads, value_size)
-    if any(num_exact):
+    if not sees_more.all():
         out = KVStore.attend(store, layer, q, batch, options)
     for s, length in enumerate(lens):
-        begin, end = starts[s] + num_exact[s], starts[s + 1]
-        if begin == end:
+        rows = starts[s] + sees_more[starts[s] : starts[s + 1]].nonzero().flatten()
+        if not len(rows):
             continue
         blocks = batch.block_tables[s, : -(-length // store.block_size)].long()
         keys, values = (
@@ -52,31 +55,27 @@ def top_k_attention(
         )
         largest = max(top_k * value_size, keys.shape[1])
         at_once = max(1, _MAX_PRODUCTS // (heads * largest))
-        for first in range(begin, end, at_once):
-            last = min(first + at_once, end)
-            position = length - end + first
-            out[first:last] = _attend_top_k(q[first:last], keys, values, position, options, top_k)
+        for some in rows.split(at_once):
+            out[some] = _attend_top_k(q[some], keys, values, positions[some], options, top_k)
     return out
 
 
-def _num_exact(begin: int, end: int, top_k: int, options: AttentionOptions) -> int:
-    """Return how many of the rows at these positions attend to at most `top_k` keys."""
-    if 0 < (options.window or options.chunk) <= top_k:
-        return end - begin
-    return max(0, min(end, top_k) - begin)
-
-
 def _attend_top_k(
-    q: Tensor, keys: Tensor, values: Tensor, position: int, options: AttentionOptions, top_k: int
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    options: AttentionOptions,
+    top_k: int,
 ) -> Tensor:
-    """Compute attention of rows of one sequence, from `position` on, that all see more than `top_k` keys."""
+    """Compute attention of rows of one sequence, ascending, that all see more than `top_k` keys."""
     (rows, heads, _), kv_heads = q.shape, keys.shape[0]
     grouped = (kv_heads, heads // kv_heads)
-    positions = torch.arange(position, position + rows, device=q.device).reshape(rows, 1, 1, 1)
+    oldest, end = int(options.lowest_key(positions[0])), int(positions[-1]) + 1
+    positions = positions.to(q.device).reshape(rows, 1, 1, 1)
     lowest = options.lowest_key(positions)
-    oldest = int(lowest[0])
-    key_positions = torch.arange(oldest, position + rows, device=q.device)
-    pairs = zip(q.float().chunk(kv_heads, 1), keys[:, oldest : position + rows], strict=True)
+    key_positions = torch.arange(oldest, end, device=q.device)
+    pairs = zip(q.float().chunk(kv_heads, 1), keys[:, oldest:end], strict=True)
     scores = torch.stack([index_scores(queries, None, k) for queries, k in pairs], 1)
     scores = scores * options.scale  # [R, Hkv, G, L]
     if options.softcap:
