@@ -33,6 +33,7 @@ from verbatim.quantization.matrix import pack, rounded, unpack, unpack_selected
 from verbatim.weights import load
 from verbatim.weights.lazy import InMemory
 from verbatim.weights.load import load_weights
+from verbatim.weights.update import WeightWriter
 
 TIED = dict(tie_word_embeddings=True)
 ODD_HEADS = dict(hidden_size=60, intermediate_size=100, head_dim=20)
@@ -160,6 +161,18 @@ def test_packed_layer_keeps_shape_and_dtype_of_weight() -> None:
     experts = packed.model.layers[0].mlp.experts
     assert type(experts).__name__ == type(plain.model.layers[0].mlp.experts).__name__
     assert experts.gate_up_proj.shape == plain.model.layers[0].mlp.experts.gate_up_proj.shape
+
+
+def test_failed_quantization_of_new_weights_holds_none() -> None:
+    module, new = filled("llama", Quantization(4)), make_toy("llama", seed=1).state_dict()
+    before = [packed.clone() for _, packed, _ in quantized_weights(module)]
+    writer = WeightWriter(module)
+    last = writer.packed[-1]
+    with pytest.raises(ModelError, match=last):
+        writer.prepare(new | {last: torch.full_like(new[last], torch.nan)})
+    writer.write({})
+    after = [packed for _, packed, _ in quantized_weights(module)]
+    assert all(map(torch.equal, before, after))
 
 
 # The weights that are packed besides embedding and head, and the matrices that stay exact.

@@ -328,6 +328,20 @@ def test_failed_update_keeps_old_weights_or_requires_another(
             mixed_facts(llm, 5)
 
 
+def test_failed_write_of_new_weights_frees_their_file(
+    folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, new = folders("llama"), load_file(folders("llama", seed=1) / "model.safetensors")
+    with offloaded(first, weights=(30, 40, 30)) as llm:
+        files, expected = unnamed_files(), mixed_facts(llm, 5)
+        writer: Any = llm.engine.runner.writer()  # type: ignore[attr-defined]
+        writer.prepare(new)
+        assert unnamed_files() == files + 2
+        with pytest.raises(AttributeError):
+            writer.write(new | {writer.exact[0]: None})
+        assert unnamed_files() == files and mixed_facts(llm, 5) == expected
+
+
 def test_ctrl_c_during_update_completes_the_update(
     folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

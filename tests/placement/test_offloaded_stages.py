@@ -113,6 +113,17 @@ def test_failed_update_keeps_old_weights(
         assert error in [stage["worst"] for stage in llm.info()["quantization"]["stages"]]
 
 
+def test_closing_a_stage_frees_file_of_weights_that_were_not_written(
+    folders: Callable[..., Path],
+) -> None:
+    new = toys.make_toy("llama", seed=7).state_dict()
+    with LLM(folders("llama"), max_length=200, placement=tiered(ON_DISK)) as llm:
+        llm.engine.runner.new_weights(new, check_finite=False)
+        files = [host.stage.weights._new_file for host in serving(llm)]
+        assert all(file.nbytes for file in files)
+    assert not any(file.nbytes for file in files)
+
+
 def test_invalid_offloads_of_stages_are_rejected(folders: Callable[..., Path]) -> None:
     with pytest.raises(InvalidRequest, match=r"offload='2GB'.*must be an Offload"):
         Cluster(offload="2GB")  # type: ignore[arg-type]

@@ -200,7 +200,7 @@ class WeightWriter:
         self.packed, self.exact = list(self._packings), list(self._targets)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Quantize the new values of quantized weights, and hold them until `write`.
+        """Quantize the new values of quantized weights, and hold them until `write`; on an error, hold none.
 
         Raises:
             ModelError: a tensor holds NaN, an infinity or too large a number.
@@ -212,9 +212,13 @@ class WeightWriter:
             return pack_and_measure(part, packing, name)
 
         names = [name for name in self.packed if name in tensors]
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for name, (packed, squares) in zip(names, pool.map(pack, names), strict=True):
-                self._prepared[name], self.squares[name] = packed, squares
+        try:
+            with ThreadPoolExecutor(_THREADS) as pool:
+                for name, (packed, squares) in zip(names, pool.map(pack, names), strict=True):
+                    self._prepared[name], self.squares[name] = packed, squares
+        except BaseException:
+            self.drop()
+            raise
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Write the new values of unquantized weights, and everything that was prepared.
@@ -229,6 +233,10 @@ class WeightWriter:
         pairs += [(self._packings[name][0], packed) for name, packed in self._prepared.items()]
         self._prepared = {}
         overwrite(pairs)
+
+    def drop(self) -> None:
+        """Discard the prepared weights."""
+        self._prepared = {}
 
     def _part(self, name: str, tensor: Tensor) -> Tensor:
         cut = self._cuts.get(name)

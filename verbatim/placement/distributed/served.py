@@ -308,6 +308,9 @@ class Served:
 
     def close(self) -> None:
         """Free everything."""
+        if self._weights is not None:
+            self._weights.drop()
+            self._weights = None
         if self.runner is not None:
             self.runner.close()
 

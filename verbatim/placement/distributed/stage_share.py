@@ -155,11 +155,10 @@ class StageShare(Served):
 
     def close(self) -> None:
         """Free everything."""
-        if self.runner is not None:
-            self.runner.close()
+        super().close()
         if self.part is not None:
             self.part.close()
-        self.part = self.runner = self._weights = None
+        self.part = self.runner = None
 
     def status(self) -> Message:
         """Return the state of this process, as plain values.

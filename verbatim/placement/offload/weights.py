@@ -176,18 +176,18 @@ class Weights:
         Args:
             copies: pairs of tensors in memory (target, new values).
             lazies: new lazy weights, by slot.
-            packed: new file of the disk tier; None: unchanged.
+            packed: new file of the disk tier, closed with this object, even on an error; None: unchanged.
         """
         self.is_mixed = True
         if packed is not None:
             self._close_files()
-        overwrite(copies)
-        for slot, lazy in lazies.items():
-            slot.lazy = lazy
-        if packed is not None:
             if self._packed is not None:
                 self._packed.close()
             self._packed = packed
+        for slot, lazy in lazies.items():
+            slot.lazy = lazy
+        overwrite(copies)
+        if packed is not None:
             self._open_files()
         self.is_mixed = False
 
@@ -435,14 +435,19 @@ class TierWriter(WeightWriter):
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Write the unquantized weights in memory, and install all prepared ones."""
-        for name in self.exact:
-            if name in tensors and name in self._targets:
-                self._copies.append((self._targets[name], tensors[name]))
-            elif name in tensors:
-                self._prepare(name, tensors[name])
+        try:
+            for name in self.exact:
+                if name in tensors and name in self._targets:
+                    self._copies.append((self._targets[name], tensors[name]))
+                elif name in tensors:
+                    self._prepare(name, tensors[name])
+        except BaseException:
+            self.drop()
+            raise
         with self._shield.up():
-            self._weights.replace(self._copies, self._lazies, self._new_file)
+            prepared = self._copies, self._lazies, self._new_file
             self._reset()
+            self._weights.replace(*prepared)
 
     def drop(self) -> None:
         """Discard the prepared weights."""
