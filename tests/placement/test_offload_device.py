@@ -6,6 +6,7 @@ The same on a GPU: `tests/gpu/test_gpu_offload.py`.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,23 @@ def test_updates_and_sleep_give_tokens_of_resident_model(
         assert all(slot.data is None for slot in llm.engine.runner.weights.units.slots)  # type: ignore[attr-defined]
         llm.wake()
         assert mixed_facts(llm, 6) == expected
+
+
+def test_update_in_pieces_leaves_no_old_weights_on_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage receives large weights in several messages; the device may copy units between two of them."""
+    toys.make_toy("llama", seed=1).save_pretrained(tmp_path / "new")
+    toys.make_toy("llama").save_pretrained(tmp_path / "old")
+    new = toys.make_toy("llama", seed=1).state_dict()
+    with offloaded(monkeypatch, tmp_path / "old", weights=(0, 60, 40)) as llm:
+        runner: Any = llm.engine.runner
+        writer = runner.writer()
+        writer.prepare(new)
+        for name in reversed(writer.exact):
+            runner.write_weights(writer, {name: new[name]})
+            wait(job for region in runner.weights.device_ring._regions for job in region.jobs)
+        assert mixed_facts(llm, 6) == resident_facts(tmp_path / "new", 6)
 
 
 def test_smaller_budgets_move_weights_to_ram_and_then_to_disk(

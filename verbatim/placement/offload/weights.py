@@ -184,6 +184,8 @@ class Weights:
             if self._packed is not None:
                 self._packed.close()
             self._packed = packed
+        elif self.device_ring is not None:
+            self.device_ring.drop()  # it may hold copies of old weights
         for slot, lazy in lazies.items():
             slot.lazy = lazy
         overwrite(copies)
