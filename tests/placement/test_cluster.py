@@ -806,6 +806,25 @@ def test_stage_lost_after_weight_update_requires_another_update(
         assert mixed_facts(llm, 5) == right
 
 
+def test_stage_lost_before_new_weights_are_written_leaves_the_old_ones(
+    saved: Callable[[str], Path],
+) -> None:
+    new, expected = (
+        toys.make_toy("llama", seed=7, **MODELS["llama"]),
+        resident_facts(saved("llama"), 5),
+    )
+    with clustered(saved("llama")) as llm:
+        stage: Any = serving(llm)[1].stage
+
+        def lose(tensors: Any) -> None:
+            kill(serving(llm)[1], None)
+
+        stage.prepare_weights = lose
+        llm.engine.runner.new_weights(new.state_dict(), check_finite=False)
+        assert llm.stats()["cluster"]["restarts"] == 1
+        assert mixed_facts(llm, 5) == expected
+
+
 def test_explicit_layers_per_stage_are_used(saved: Callable[[str], Path]) -> None:
     expected = resident_facts(saved("llama"), 5)
     with clustered(saved("llama"), stages=None, layers=(1, 4, 1), num_threads=1) as llm:

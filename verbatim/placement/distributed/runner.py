@@ -280,7 +280,9 @@ class Clustered(Runner):
                     for member, answer in zip(group.members, answers, strict=True):
                         member.shape.update(answer)
             except StageGone:
-                group.weights, send_packed = "mixed", True
+                send_packed = True
+                if group.weights == "updated":  # the replacement will read the files
+                    group.weights = "mixed"
                 raise
 
         self._retry(send)
