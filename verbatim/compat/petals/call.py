@@ -32,14 +32,6 @@ class RemotePastKeyValues:
         """Return the number of tokens, the same in every layer."""
         return self._num_tokens
 
-    def get_max_length(self) -> int | None:
-        """Return None: the session sets the limit."""
-        return None
-
-    def update_seen(self, new_seen: int) -> None:
-        """Count more tokens."""
-        self._num_tokens += new_seen
-
     def __repr__(self) -> str:
         return f"RemotePastKeyValues({self._num_tokens})"
 
