@@ -15,7 +15,7 @@ from support.pairwise import slow_but
 from verbatim.core import FinishReason
 from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
-from verbatim.sampling.stopping import StopWatch
+from verbatim.sampling.stopping import StopWatch, single_stop_ids
 from verbatim.text.detokenizer import REPLACEMENT, Detokenizer
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -28,7 +28,7 @@ def watch_for(params, *, tokenizer=None, max_tokens=1000, eos=True, prompt=()):
     )
     return StopWatch(
         params,
-        eos_ids=frozenset([tokenizer.eos_id] if eos else []),
+        stop_ids=single_stop_ids(params, frozenset([tokenizer.eos_id] if eos else [])),
         max_tokens=max_tokens,
         detokenizer=detokenizer,
     )
@@ -139,13 +139,13 @@ def test_byte_fallback_newline_stops_immediately():
 
 def test_stop_string_without_a_tokenizer_is_rejected():
     with pytest.raises(InvalidRequest, match=r"'END'.*stop_token_ids"):
-        StopWatch(SamplingParams(stop="END"), eos_ids=frozenset(), max_tokens=5, detokenizer=None)
+        StopWatch(SamplingParams(stop="END"), stop_ids=frozenset(), max_tokens=5, detokenizer=None)
 
 
 def test_stop_ids_work_without_a_tokenizer():
     watch = StopWatch(
         SamplingParams(stop_token_ids=[[4, 5]]),
-        eos_ids=frozenset([9]),
+        stop_ids=frozenset([9]),
         max_tokens=5,
         detokenizer=None,
     )
@@ -319,7 +319,7 @@ def test_stop_search_per_token_is_bounded_by_stop_string_length():
 
     params = SamplingParams(stop=["ab" * 10 + "c", "never"])
     detokenizer = Detokenizer(toys.byte_level())
-    watch = Measured(params, eos_ids=frozenset(), max_tokens=10**6, detokenizer=detokenizer)
+    watch = Measured(params, stop_ids=frozenset(), max_tokens=10**6, detokenizer=detokenizer)
     follow(watch, ids_of("ab" * 2000))
     assert max(lengths) <= 21
     assert len(lengths) < 3 * 4000

@@ -168,7 +168,7 @@ class Admission:
             )
         watch = StopWatch(
             request.params,
-            eos_ids=self.eos_ids,
+            stop_ids=request.stop_ids,
             max_tokens=request.max_tokens,
             detokenizer=detokenizer,
         )

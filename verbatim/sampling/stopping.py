@@ -50,7 +50,7 @@ class StopWatch:
         self,
         params: SamplingParams,
         *,
-        eos_ids: frozenset[int],
+        stop_ids: frozenset[int],
         max_tokens: int,
         detokenizer: Detokenizer | None,
     ) -> None:
@@ -64,7 +64,7 @@ class StopWatch:
         self.stop_reason: StopReason = None
         self._max_tokens = max_tokens
         self._min_tokens = params.min_tokens
-        self._stop_ids = single_stop_ids(params, eos_ids)
+        self._stop_ids = stop_ids
         self._sequences = sorted((s for s in stop_sequences(params) if len(s) > 1), key=len)[::-1]
         self._ids: list[int] = []  # the last ids, to match stop sequences
         self._stops = tuple(params.stop)
