@@ -24,7 +24,7 @@ def poisoned_store(
     spec = decoder.spec
     store = KVStore(spec.layers, num_blocks, block_size, spec.dtype, torch.device("cpu"))
     poison(store, range(num_blocks))
-    store.states = open_states(spec.states, num_states)
+    store.states = open_states(spec.states, num_states, torch.device("cpu"))
     if store.states is not None:
         poison(store.states, range(num_states))
     return store

@@ -86,10 +86,10 @@ class StateStore(BlockStore):
 
 
 def open_states(
-    shapes: list[StateShape], num_slots: int, device: torch.device | None = None
+    shapes: list[StateShape], num_slots: int, device: torch.device
 ) -> StateStore | None:
-    """Return the store for a model's states, on the CPU by default; None without states."""
-    return StateStore(shapes, num_slots, device or torch.device("cpu")) if shapes else None
+    """Return the store for a model's states; None without states."""
+    return StateStore(shapes, num_slots, device) if shapes else None
 
 
 class StateSlots:
