@@ -21,7 +21,7 @@ from verbatim.kernels.options import Activation, AttentionOptions
 from verbatim.model import elementwise
 from verbatim.model.adapters import runs_indexer
 from verbatim.model.differential import bit_equal
-from verbatim.model.mixers import Mixer, MixtureParts, is_recurrent, mixer_of, mixtures_of
+from verbatim.model.mixers import Mixer, MixtureParts, mixer_of, mixtures_of
 from verbatim.model.norms import Norm, find_norm
 from verbatim.model.quantized import QuantizedLinear, is_linear
 from verbatim.model.structs import NotFusable
@@ -130,7 +130,7 @@ class LayerParts:
         mixtures = () if mlp is None or not self.mixtures else tuple(mixtures_of(mlp))
         pairs = zip(self.mixtures, mixtures, strict=True)
         mixture = next((theirs for ours, theirs in pairs if ours is self.mixture), None)
-        mixer = None if self.mixer is None else mixer_in(parts.attention)
+        mixer = None if self.mixer is None else mixer_of(parts.attention)
         return replace(parts, mixtures=mixtures, mixture=mixture, mixer=mixer)
 
 
@@ -157,11 +157,6 @@ class Shape:
     chosen_keys_argument: str | None = (
         None  # the argument with the keys chosen by another layer's indexer
     )
-
-
-def mixer_in(attention: nn.Module) -> Mixer | None:
-    """Return the recurrent mixer of a module, None if it attends; raise NotFusable if unsupported."""
-    return mixer_of(attention) if is_recurrent(attention) else None
 
 
 @dataclass(slots=True, eq=False)
@@ -245,7 +240,7 @@ def find_parts(
         )
         return next(makes, 1.0)
 
-    mixer = mixer_in(attention)
+    mixer = mixer_of(attention)
     products = [call for call in inner if call.is_product] or [ModuleCall(layer, x, x)]
     # The output projection may be outside the module that attends, as in BERT.
     if inner and mixer is None and same_numbers(products[-1].input, products[0].input):

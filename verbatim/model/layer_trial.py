@@ -30,11 +30,11 @@ from verbatim.model.layer_parts import (
     Rotation,
     Shape,
     find_parts,
-    mixer_in,
     record,
     same_numbers,
 )
 from verbatim.model.lora import shape_of
+from verbatim.model.mixers import mixer_of
 from verbatim.model.patching import forward_of, gate_of, replaced_forwards
 from verbatim.model.spec import ModelSpec
 from verbatim.model.structs import NotFusable, why_not
@@ -139,7 +139,7 @@ class LayerProbe:
         self.layer, self.attention, self.spec, self.fuse = layer, attention, spec, fuse
         self.plain, self.is_part, self._names = plain, is_part, argument_names(layer)
         self._calls, self._trials = calls, trials
-        mixer = None if attention is None else mixer_in(attention)
+        mixer = None if attention is None else mixer_of(attention)
         self._num_states = 0 if mixer is None else mixer.kind.num_states
         self.attending = [m for m in layer.modules() if (id(m), 0) in spec.slots]
         self._structure = structure_of(layer)

@@ -225,8 +225,10 @@ def is_recurrent(module: nn.Module) -> bool:
 _ONE_INPUT = {"in_proj": ""}
 
 
-def mixer_of(module: Any) -> Mixer:
-    """Return the parts of a recurrent module; raise NotFusable if its kind is unknown."""
+def mixer_of(module: Any) -> Mixer | None:
+    """Return the parts of a recurrent module, None if it attends; raise NotFusable if its kind is unknown."""
+    if not is_recurrent(module):
+        return None
     children, fields = module._modules, module.__dict__
     conv = children.get("conv")
     if children.keys() == {"conv", "in_proj", "out_proj"} and isinstance(conv, nn.Conv1d):
