@@ -81,7 +81,7 @@ class Fingerprint:
         """Return whether the classes have the recorded forwards."""
         return [cls.forward for cls in self._classes] == self._forwards
 
-    def same_numbers(self) -> bool:
+    def same_values(self) -> bool:
         """Return whether numbers and strings have the recorded values."""
         return self._values_now() == self._values
 
@@ -91,7 +91,7 @@ class Fingerprint:
 
     def unchanged(self) -> bool:
         """Return whether layouts, numbers and code are unchanged; values of tensors may differ."""
-        return self.same_layouts() and self.same_numbers() and self.same_code()
+        return self.same_layouts() and self.same_values() and self.same_code()
 
     def fits(self, prepare: Callable[[], None]) -> bool:
         """Return whether code and numbers are unchanged, and the kernels can read the tensors.
@@ -99,7 +99,7 @@ class Fingerprint:
         Args:
             prepare: called if the tensors moved; raises NotFusable if the kernels can't read them.
         """
-        if not (self.same_code() and self.same_numbers()):
+        if not (self.same_code() and self.same_values()):
             return False
         if self.same_layouts():
             return True

@@ -46,7 +46,7 @@ class EngineOptions:
     prefix_cache: bool
     num_threads: int | None
     quantization: Quantization | None = None  # of the weights
-    default_batch_tokens: bool = False  # whether a plan may choose max_batch_tokens
+    plan_sets_batch_tokens: bool = False  # whether a plan may choose max_batch_tokens
     fused: bool = True
     prefix_folder: Path | None = None
     prefix_folder_bytes: int = 0
@@ -184,7 +184,7 @@ def engine_options(
         prefix_folder_bytes=budget("prefix_folder_bytes", prefix_folder_bytes),
         num_threads=thread_count(num_threads),
         quantization=resolve_quantization(quantization),
-        default_batch_tokens=max_batch_tokens is None,
+        plan_sets_batch_tokens=max_batch_tokens is None,
         fused=switch("fused", fused),
         device=device,
     )

@@ -84,7 +84,7 @@ class Traced(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is _aten.equal.default:  # transformers compares weights that may be tied
-            return same_numbers(*map(lazy_of, args))
+            return same_weights(*map(lazy_of, args))
         shapes = tree_map(_meta_like, (args, kwargs))
         if "device" in kwargs:
             shapes[1]["device"] = torch.device("meta")
@@ -115,7 +115,7 @@ def lazy_of(x: Any) -> Any:
     return x.lazy if isinstance(x, Traced) else in_memory
 
 
-def same_numbers(a: LazyWeight, b: LazyWeight) -> bool:
+def same_weights(a: LazyWeight, b: LazyWeight) -> bool:
     """Return whether two lazy weights have equal values, so that transformers ties them.
 
     Computed weights count as equal only if the same computation is applied to the same tensors.

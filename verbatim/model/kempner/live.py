@@ -64,7 +64,7 @@ class LiveDecoder(Decoder):
         """
         with exclusive:
             module, tree, code = self.owner, self._live_tree, self._live_code
-            same = tree.unchanged() and code.same_numbers() and code.same_code()
+            same = tree.unchanged() and code.same_values() and code.same_code()
             same = same and _settings(module) == self._live_settings
             if not same or tree.has_hooks():
                 raise ModelChanged(

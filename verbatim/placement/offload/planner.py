@@ -260,7 +260,7 @@ class Planner:
             kv_bytes, rows = self._kv_bytes(block), options.max_batch_tokens
             if tight and options.kv_bytes is None:
                 kv_bytes = min(kv_bytes, 2 * options.block_size * shape.kv_bytes_per_token)
-            if options.default_batch_tokens:
+            if options.plan_sets_batch_tokens:
                 rows = block if tight else max(block, min(block * self.workload[0], most_rows))
             for batch_size, micro_tokens in product(sizes, micro_sizes):
                 yield Plan(
@@ -474,7 +474,9 @@ class Planner:
             "kv_memory": options.kv_bytes,
             "batch_size": offload.batch_size,
             "micro_batches": offload.micro_batches,
-            "max_batch_tokens": None if options.default_batch_tokens else options.max_batch_tokens,
+            "max_batch_tokens": None
+            if options.plan_sets_batch_tokens
+            else options.max_batch_tokens,
         }
         choices = ", ".join(f"{name}={v}" for name, v in chosen.items() if v is not None)
         choices = f"with {choices}, " if choices else ""

@@ -38,6 +38,8 @@ def scaled(
     It is held packed, except E5M2, and FP8 with blocks along K that no group size divides.
 
     Args:
+        name: the weight; int8, E4M3 or E5M2.
+        scale: its scales; float32, float16, bfloat16 or E8M0.
         block: rows and columns of a block. None: scales are per tensor, per row, or per column of a stack
             `[experts, K, N]`; those of integers may also divide each row into groups.
         zeros: int8 zero points of integers, one per scale; empty: none.
