@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from support.drafters import Hostile, Moody, Oracle, Random, answers_of
+from support.pools import check_pool
 from support.requests_mixed import all_facts, facts
 from support.toys import make_toy, random_ids
 from verbatim import LLM, FinishReason, InvalidRequest, NotSupported, SamplingParams, rl
@@ -38,7 +39,7 @@ def admitted(llm: LLM, asked: list[SamplingParams] = ASKED) -> list[Request]:
 
 def finish(llm: LLM, requests: list[Request]) -> list[Any]:
     while llm.engine.step():
-        llm.engine.scheduler.pool.check()
+        check_pool(llm.engine.scheduler.pool)
     assert llm.stats()["blocks_used"] == 0
     for request in requests:
         if request.error is not None:

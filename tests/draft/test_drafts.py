@@ -13,6 +13,7 @@ import torch
 from support import kempner_toys
 from support.drafters import HOSTILE, Answers, Hostile, Moody, Oracle, Random, answers_of
 from support.odd_toys import DTYPES
+from support.pools import check_pool
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.toy_tokenizers import byte_level
 from support.toys import make_toy, random_ids
@@ -87,7 +88,7 @@ def check_schedules(name: str, dtype: str, shift: int, lengths: Any = LENGTHS) -
             stats = llm.stats()
             assert stats["blocks_used"] == 0
             assert tokens is None or stats["preemptions"] > 0, where
-            llm.engine.scheduler.pool.check()
+            check_pool(llm.engine.scheduler.pool)
             drafts, drafted = isinstance(proposer, Oracle) and length, stats["draft"]["drafted"]
             assert drafted > 0 if drafts else not (drafted and length == 0), where
             assert all_facts([llm.generate(prompts[i], params[i])[0]]) == [expected[i]], "alone"

@@ -25,6 +25,7 @@ import pytest
 import torch
 
 from support.pairwise import slow_but
+from support.pools import check_pool
 from support.programs import PATIENCE_S, in_thread, until
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.scripted_runner import ScriptedRunner
@@ -1008,7 +1009,7 @@ def test_concurrent_stress_on_a_model_keeps_results_and_leaks_nothing() -> None:
         Stress(llm.engine, make, seconds, [llm.pause]).run(32, 200)
         stats = llm.stats()
         assert stats["running"] == stats["waiting"] == stats["blocks_used"] == 0
-        llm.engine.scheduler.pool.check()
+        check_pool(llm.engine.scheduler.pool)
 
 
 def test_other_calls_get_a_turn_between_steps() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from support.pools import check_pool
 from support.programs import started
 from support.toys import make_toy, random_ids
 from verbatim import LLM, InvalidRequest, NotSupported, SamplingParams
@@ -382,7 +383,7 @@ def test_full_pool_keeps_results_and_limits_folder_hits(open_: Callable[..., LLM
         assert made == [first for first, _ in expected] * 2
         stats = llm.stats()["prefix_folder"]
         assert 0 < stats["hits"] <= 8 * 8
-        llm.engine.scheduler.pool.check()
+        check_pool(llm.engine.scheduler.pool)
 
 
 KILLED = """

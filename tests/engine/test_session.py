@@ -22,6 +22,7 @@ from tokenizers.processors import TemplateProcessing
 from support import toy_tokenizers, toys
 from support.mtp_toys import save_with_mtp
 from support.mtp_toys import toy as mtp_toy
+from support.pools import check_pool
 from support.programs import PATIENCE_S, in_thread, until
 from support.requests_mixed import (
     facts,
@@ -117,7 +118,7 @@ def test_one_call_equals_three_continued_calls(toy: str) -> None:
                 assert session.text == text, kind
                 assert session.token_ids == PROMPT + ids and session.position == 15
                 assert {p.seed for p in parts} == {session.seed} == {7}
-                llm.engine.scheduler.pool.check()
+                check_pool(llm.engine.scheduler.pool)
 
 
 def test_min_tokens_and_stops_span_continued_calls() -> None:
@@ -235,7 +236,7 @@ def test_block_whose_last_other_user_ends_while_a_turn_waits_is_no_longer_cached
         assert list(other)
         turn.result(PATIENCE_S)
         assert alone(llm, [*ids, 9], P8) == alone(llm, [*ids, 9], salted)
-        llm.engine.scheduler.pool.check()
+        check_pool(llm.engine.scheduler.pool)
 
 
 def test_kv_of_idle_live_module_session_is_not_shared() -> None:
@@ -321,7 +322,7 @@ def test_idle_kv_is_dropped_before_requests_are_preempted(toy: str) -> None:
             assert llm.stats()["preemptions"] == before
             results = llm.generate(prompts[:9], params[:9])
             assert [facts(r) for r in results] == want[:9]
-            llm.engine.scheduler.pool.check()
+            check_pool(llm.engine.scheduler.pool)
 
 
 def test_turns_beside_requests_in_a_tiny_pool_keep_their_tokens() -> None:
@@ -461,7 +462,7 @@ def test_failed_turn_leaves_the_session_unchanged() -> None:
             assert session.token_ids == before and session.text == text
         result = session.generate([51], P8)
         assert output_facts(result) == alone(llm, [*before, 51], P8)
-        llm.engine.scheduler.pool.check()
+        check_pool(llm.engine.scheduler.pool)
         assert llm.stats()["running"] == 0
 
 
@@ -510,7 +511,7 @@ def test_drafts_do_not_change_session_tokens(draft: str) -> None:
         found.append(output_facts(session.generate(None, few)))
         assert found == want
         assert llm.stats()["draft"]["drafted"] > 0
-        llm.engine.scheduler.pool.check()
+        check_pool(llm.engine.scheduler.pool)
 
 
 def test_routing_is_recorded_over_turns() -> None:
@@ -688,7 +689,7 @@ def test_saved_kv_includes_routing_and_draft_state_on_any_placement(
         assert found.num_cached_tokens == want.num_cached_tokens == 27
         if name == "qwen3_moe":
             assert torch.equal(found.outputs[0].routing, want.outputs[0].routing)
-        llm.engine.scheduler.pool.check()
+        check_pool(llm.engine.scheduler.pool)
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
@@ -712,7 +713,7 @@ def test_saved_kv_is_used_only_with_same_weights_and_block_size(
                 rows = counted(llm)
                 assert output_facts(session.generate([50], P8)) == want
                 assert rows[0] == num_rows
-                llm.engine.scheduler.pool.check()
+                check_pool(llm.engine.scheduler.pool)
             assert llm.stats()["blocks_used"] == 0
     other = toys.make_toy("llama", vocab_size=VOCAB, seed=1)  # other weights of the same shape
     llm = LLM(other, tokenizer=toy_tokenizers.byte_level().hf, kv_dtype=kv_dtype)
@@ -895,7 +896,7 @@ class SessionMachine(RuleBasedStateMachine):
     @invariant()
     def adds_up(self) -> None:
         if self.session is not None:
-            self.llm.engine.scheduler.pool.check()
+            check_pool(self.llm.engine.scheduler.pool)
             held = self.session._cache
             assert self.llm.stats()["blocks_used"] == len(set(held.blocks)) == len(held.blocks)
             assert len(held.blocks) == -(-len(held.token_ids) // 16)

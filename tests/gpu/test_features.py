@@ -15,6 +15,7 @@ import verbatim
 from support import kempner_reference, mtp_toys
 from support.kempner_toys import kempner_toy
 from support.lora import merge, save_adapter
+from support.pools import check_pool
 from support.requests_mixed import all_facts, facts, generated, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import LLM, SamplingParams, storyteller
@@ -290,7 +291,7 @@ def test_abort_sleep_and_preemption_change_no_token() -> None:
         llm.wake()
         ids += [i for delta in stream for i in delta.token_ids]
         assert ids == told()[1][4][0][2]
-        llm.engine.scheduler.pool.check()
+        check_pool(llm.engine.scheduler.pool)
     per_token = 0
     with story() as llm:
         per_token = llm.info()["kv_bytes_per_token"]

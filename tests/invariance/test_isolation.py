@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.pools import check_pool
 from support.requests_mixed import (
     all_facts,
     facts,
@@ -51,7 +52,7 @@ class Company:
 
     def finish(self) -> None:
         while self.engine.step():
-            self.engine.scheduler.pool.check()
+            check_pool(self.engine.scheduler.pool)
         results = [request.result for request in self.requests]
         assert all(results) and all_facts(results) == self.expected  # type: ignore[arg-type]
         assert self.llm.stats()["blocks_used"] == 0
@@ -191,7 +192,7 @@ def test_restarting_beams_do_not_block_higher_priority_request() -> None:
             engine.step()
         assert order == ["short"]
         while engine.step():
-            engine.scheduler.pool.check()
+            check_pool(engine.scheduler.pool)
 
 
 def test_waiting_one_minute_raises_priority_by_one() -> None:
@@ -227,7 +228,7 @@ def test_evictions_preserve_stops_streams_and_routing_records() -> None:
             engine.submit(request, outbox.append)
         steps = 0
         while engine.step():
-            engine.scheduler.pool.check()
+            check_pool(engine.scheduler.pool)
             steps += 1
             if steps % 2 == 0:  # also between the two ids of a stop
                 engine.call(engine.scheduler.evict_all)

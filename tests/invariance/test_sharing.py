@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from support.pools import check_pool
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import LLM, SamplingParams
@@ -142,7 +143,7 @@ def test_prefix_blocks_are_evicted_least_recently_used_and_last_block_first(
         llm.generate(random_ids(31, seed=11), params)  # takes the free one and three cached
         assert llm.generate(one, params)[0].num_cached_tokens == 16
         assert llm.generate(two, params)[0].num_cached_tokens in (24, 32)
-        llm.engine.scheduler.pool.check()
+        check_pool(llm.engine.scheduler.pool)
 
 
 def test_disabled_prefix_cache_has_no_hits_and_same_results(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from support.pools import check_pool
 from support.programs import resident_bytes
 from support.requests_mixed import check_nothing_is_left, facts, mixed_requests, submitted
 from support.toys import VOCAB, make_toy, random_ids
@@ -50,7 +51,7 @@ def test_soak_leaks_nothing_and_results_match_solo_runs() -> None:
                 engine.abort(rng.choice(live))
                 aborted += 1
             if i % 250 == 0:
-                engine.scheduler.pool.check()
+                check_pool(engine.scheduler.pool)
                 engine.call(engine.scheduler.evict_all)
             if i == count // 2:
                 gc.collect()

@@ -13,6 +13,7 @@ import torch
 
 from support.drafters import Oracle, answers_of
 from support.pairwise import parametrize_combinations, slow_but
+from support.pools import check_pool
 from support.requests_mixed import (
     all_facts,
     check_nothing_is_left,
@@ -144,7 +145,7 @@ def test_2000_random_requests_stay_within_12_state_slots(name: str, monkeypatch:
                 engine.call(engine.scheduler.evict_all)
             while len(waiting) > draw.randrange(1, 12):
                 engine.step()
-                slots.check()
+                check_pool(slots)
                 for i, done in [(i, r) for i, r in waiting if r.result is not None]:
                     assert facts(done.result) == expected[i], number
                 waiting = [(i, r) for i, r in waiting if r.result is None]

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from support import toys
 from support.mtp_toys import save_with_mtp, toy
 from support.pairwise import slow_but
+from support.pools import check_pool
 from support.programs import PATIENCE_S, until
 from support.requests_mixed import (
     all_facts,
@@ -183,7 +184,7 @@ def test_killed_stage_is_replaced_with_same_tokens(
         members = llm.engine.runner.group.members
         assert [member.number for member in members] == [0, 1, 2], "which GPU it would take"
         assert llm.stats()["blocks_used"] == 0
-        llm.engine.scheduler.pool.check()
+        check_pool(llm.engine.scheduler.pool)
     assert all(host.killed for host in hosts.hosts)
     check_threads_end(threads)
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from support.pools import check_pool
 from verbatim import LLM
 from verbatim.core import Result, Sequence
 from verbatim.draft.model import DraftModelProposer
@@ -204,5 +205,5 @@ def check_no_drafts_left(llm: LLM) -> None:
     assert stats["draft"]["errors"] == 0, stats["draft"]["last_error"]
     if isinstance(proposer, DraftModelProposer):
         proposer.update()
-        proposer.pool.check()
+        check_pool(proposer.pool)
         assert proposer.pool.num_used == 0

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from support.pools import check_pool
 from support.toys import VOCAB, random_ids
 from verbatim import LLM, Result, SamplingParams
 from verbatim.core import Request
@@ -124,9 +125,9 @@ def check_nothing_is_left(llm: LLM) -> None:
     stats, scheduler = llm.stats(), llm.engine.scheduler
     assert stats["running"] == stats["waiting"] == stats["blocks_used"] == 0
     assert not llm.engine.has_work
-    scheduler.pool.check()
+    check_pool(scheduler.pool)
     if (slots := scheduler.states.pool) is not None:
-        slots.check()
+        check_pool(slots)
         assert not slots.num_used
     if stats["draft"] is not None:
         assert stats["draft"]["errors"] == 0, stats["draft"]["last_error"]
@@ -161,5 +162,5 @@ def finish_despite_ctrl_c(llm: Any, prompts: Any, params: Any) -> tuple[list[Any
             engine.step()
         except KeyboardInterrupt:
             raised += 1
-        engine.scheduler.pool.check()
+        check_pool(engine.scheduler.pool)
     return [request.result for request in requests], raised

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from support.pools import check_pool
 from verbatim.batch import Batch, Choices, Draws, SamplePlan
 from verbatim.core import Request, Result
 from verbatim.engine.admission import Admission
@@ -175,7 +176,7 @@ def check(engine: Engine) -> None:
     """Check the accounting: a block's reference count is the number of block tables that contain it."""
     scheduler = engine.scheduler
     pool, waiting = scheduler.pool, list(scheduler.waiting)
-    pool.check()
+    check_pool(pool)
     assert not set(waiting) & set(scheduler.running)
     assert len(scheduler.running) <= scheduler.max_sequences
     held = [0] * pool.num_blocks

@@ -137,13 +137,3 @@ class BlockPool:
         self._cached.pop(block, None)
         self._by_key.pop(self._keys.pop(block, b""), None)
         self._free.append(block)
-
-    def check(self) -> None:
-        """Assert the invariants; for tests, in time linear in the number of blocks."""
-        free, cached = set(self._free), set(self._cached)
-        used = {block for block, count in enumerate(self._ref_counts) if count}
-        assert len(free) == len(self._free)
-        assert not (free & cached or free & used or cached & used)
-        assert free | cached | used == set(range(1, self.num_blocks))
-        assert {key: block for block, key in self._keys.items()} == self._by_key
-        assert cached <= set(self._keys) and not free & set(self._keys)
