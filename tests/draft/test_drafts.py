@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from support.requests_mixed import all_facts, facts, mixed_requests
 from support.toy_tokenizers import byte_level
 from support.toys import make_toy, random_ids
 from verbatim import LLM, Delta, RequestFailed, Result, SamplingParams
+from verbatim.cli.options import MODEL
+from verbatim.draft.config import BY_NAME
 from verbatim.draft.ngram import Ngram
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
@@ -412,3 +415,12 @@ def test_request_without_drawable_token_still_delivers_earlier_tokens() -> None:
             (saved,) = llm.generate(prompt, params.replace(stop_token_ids=[[5, 5, 5]]))
             assert saved.outputs[0].token_ids == [5, 5, 5]
             assert saved.outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_help_and_docs_name_each_drafter(name: str) -> None:
+    help_text = next(option.help for option in MODEL if option.name == "draft")
+    assert name in help_text
+    assert f'"{name}"' in LLM.__doc__
+    for page, quoted in (("commands.md", f"`{name}`"), ("drafts.md", f'| `"{name}"` |')):
+        assert quoted in (Path(__file__).parents[2] / "docs" / page).read_text()
