@@ -206,9 +206,24 @@ def test_fewer_beams_than_requested_are_numbered_correctly():
 
 def test_ctrl_c_aborts_beam_search():
     done = run("generate", "Hello", "--num-beams", "4", engine=interrupted_after(2))
-    assert (done.exit_code, done.stdout) == (130, "")
-    assert done.stderr == "verbatim: interrupted\n"
+    assert (done.exit_code, done.stdout) == (130, "\n")
+    assert done.stderr.startswith("0 new tokens") and done.stderr.endswith(", interrupted\n")
     assert ScriptedLLM.last.closed
+
+
+def test_ctrl_c_before_the_first_token_takes_effect_at_once():
+    class Prefill(ScriptedLLM):
+        def _deltas(self, prompt, params):
+            if len(self.asked) == 1:
+                signal.raise_signal(signal.SIGINT)
+                raise AssertionError("the prefill went on")
+            yield from super()._deltas(prompt, params)
+
+    done = run("generate", "Hello", engine=Prefill)
+    assert (done.exit_code, done.stdout) == (130, "\n")
+    assert done.stderr.startswith("0 new tokens") and done.stderr.endswith(", interrupted\n")
+    chat = run("chat", input=b"Hi\nMore\n", engine=Prefill)
+    assert (chat.exit_code, chat.stdout) == (0, "\nOnce there was a 🦊.\n")
 
 
 def test_timeout_is_shown_as_finish_reason():

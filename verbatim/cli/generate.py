@@ -75,9 +75,7 @@ def _run(llm: LLM, source: str | list[int], params: SamplingParams, as_json: boo
     """Generate, write to stdout (streaming a single completion), and report on stderr."""
     live = params.n == 1 and not as_json
     start = time.perf_counter()
-    # Beam search yields no delta before its end, and Ctrl-C must not wait for that.
-    at_once = params.num_beams > 1
-    texts, num_new, result = read_stream(llm.stream(source, params), live=live, at_once=at_once)
+    texts, num_new, result = read_stream(llm.stream(source, params), live=live)
     seconds = time.perf_counter() - start
 
     if as_json:

@@ -91,44 +91,45 @@ def _leave(status: int) -> NoReturn:
     raise typer.Exit(status) from None
 
 
-def read_stream(
-    stream: Any, *, live: bool = False, at_once: bool = False
-) -> tuple[dict[int, str], int, Result | None]:
-    """Read a stream up to the first Ctrl-C, which takes effect between two steps of the engine.
+def read_stream(stream: Any, *, live: bool = False) -> tuple[dict[int, str], int, Result | None]:
+    """Read a stream up to the first Ctrl-C, which takes effect at the next delta.
 
-    A second Ctrl-C raises KeyboardInterrupt, even in the middle of a step. At the end the stream is closed,
-    which aborts its request.
+    Before the first delta, which a long prompt or a beam search delays, it takes effect at once, even in the
+    middle of a step. A second Ctrl-C raises KeyboardInterrupt. At the end the stream is closed, which aborts
+    its request.
 
     Args:
         live: whether to write the text to stdout as it arrives, with a final newline after an error.
-        at_once: whether the first Ctrl-C raises KeyboardInterrupt.
 
     Returns:
         The text of each completion, the number of new tokens, and the result, or None after Ctrl-C.
     """
     texts, num_new, result = defaultdict[int, str](str), 0, None
-    pressed, before = False, signal.getsignal(signal.SIGINT)
+    begun, num_presses, before = False, 0, signal.getsignal(signal.SIGINT)
 
     def press(_number: int, _frame: FrameType | None) -> None:
-        nonlocal pressed
-        if pressed:
+        nonlocal num_presses
+        num_presses += 1
+        if num_presses > 1 or not begun:
             raise KeyboardInterrupt
-        pressed = True
 
-    if not at_once and before is not signal.SIG_IGN:
+    if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, press)
     try:
         with closing(stream):
             for delta in stream:
+                begun = True
                 texts[delta.index] += delta.text
                 num_new += len(delta.token_ids)
                 result = delta.result or result
                 if live and delta.text:
                     sys.stdout.write(delta.text)
                     sys.stdout.flush()
-                if pressed:
+                if num_presses:
                     break
-    except (KeyboardInterrupt, VerbatimError):
+    except (KeyboardInterrupt, VerbatimError) as error:
+        if isinstance(error, KeyboardInterrupt) and num_presses == 1 and not begun:
+            return texts, num_new, None
         if live and texts[0] and not texts[0].endswith("\n"):
             sys.stdout.write("\n")
             sys.stdout.flush()
