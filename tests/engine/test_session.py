@@ -46,7 +46,9 @@ from verbatim import (
     SamplingParams,
     Session,
     SessionBusy,
+    StageFailed,
     TensorParallel,
+    VerbatimError,
 )
 from verbatim.api.opening import open_engine
 from verbatim.api.session_file import _digest
@@ -756,6 +758,44 @@ def test_saved_kv_of_one_token_is_ignored_with_other_weights(
     llm = LLM(other, tokenizer=toy_tokenizers.byte_level().hf, kv_memory="400KB")
     with llm, llm.session(load=path) as session:
         assert not session._cache.blocks
+
+
+@pytest.mark.parametrize("state", ["pause", "sleep"])
+def test_kv_of_session_file_is_refused_while_engine_is_paused(state: str, tmp_path: Path) -> None:
+    path = tmp_path / "talk.session"
+    with open_llm() as llm, llm.session(64, seed=7) as session:
+        session.generate(PROMPT, P8)
+        session.save(path, kv=True)
+        llm.pause()
+        with pytest.raises(VerbatimError, match="is paused"):
+            session.save(path, kv=True)
+        getattr(llm, state)()
+        num_open = llm.stats()["sessions"]
+        with pytest.raises(VerbatimError, match=state) as failed:
+            llm.session(load=path)
+        assert llm.stats()["sessions"] == num_open, failed  # even while the error is kept
+        llm.wake()
+        llm.resume()
+        with llm.session(load=path) as loaded:
+            assert loaded._cache.blocks
+
+
+def test_failed_write_of_saved_kv_frees_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "talk.session"
+    with open_llm() as llm:
+        with llm.session(64, seed=7) as session:
+            session.generate(PROMPT, P8)
+            session.save(path, kv=True)
+
+        def fail(*_: Any) -> bool:
+            raise StageFailed("stage 1 was lost")
+
+        monkeypatch.setattr(llm.engine.runner, "write_cache", fail)
+        with pytest.raises(StageFailed):
+            llm.session(load=path)
+        assert llm.stats()["blocks_used"] == llm.stats()["sessions"] == 0
 
 
 def test_text_after_rollback_is_the_same_in_loaded_session(tmp_path: Path) -> None:

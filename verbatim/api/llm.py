@@ -357,6 +357,7 @@ class LLM:
         Raises:
             OutOfBlocks: no KV memory became free within `wait_s`.
             InvalidRequest: a value out of range; a file that is not a session, or is from another model.
+            VerbatimError: the file has K and V, and the engine is paused or asleep.
             EngineClosed: this LLM is closed.
         """
         self.engine.refuse_collective("a session")

@@ -141,7 +141,11 @@ class Session(CacheHolder):
         self._caches.append(self._cache)
         self._reserve()
         engine.sessions.release(self._cache)
-        state.put_kv(engine, self._cache)
+        try:
+            state.put_kv(engine, self._cache)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def token_ids(self) -> list[int]:
@@ -271,6 +275,7 @@ class Session(CacheHolder):
         Raises:
             NotSupported: `kv` if the placement can't copy its cache, or an adapter computed K and V; params
                 with Python callables or recorded choices.
+            VerbatimError: `kv`, and the engine is paused.
             SessionBusy, EngineClosed: as in `generate`.
         """
         switch("kv", kv)

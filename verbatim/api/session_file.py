@@ -63,6 +63,9 @@ class SessionState:
 
         If there are too few free blocks, or this engine would compute other values, they are dropped, and
         recomputed in the next turn.
+
+        Raises:
+            VerbatimError: the engine is paused or asleep.
         """
         kv, self.kv = self.kv, None
         if kv is None or kv[0] != _identity_of_kv(engine, self.token_ids, kv[0]["num_tokens"]):
@@ -85,11 +88,17 @@ class SessionState:
             slots.reserve(cache, [identity["num_tokens"]])
             blocks = pool.take(count)
             numbers = {"blocks": blocks, "states": list(cache.states.values())}
-            if all(runner.write_cache(kind, numbers[kind], rows) for kind, rows in parts.items()):
+            written = False
+            try:
+                written = all(
+                    runner.write_cache(kind, numbers[kind], rows) for kind, rows in parts.items()
+                )
+            finally:
+                if not written:
+                    pool.release(blocks)
+                    slots.keep_only(cache, -1)
+            if written:
                 engine.sessions.load(cache, self.token_ids[: identity["num_tokens"]], blocks)
-            else:
-                pool.release(blocks)
-                slots.keep_only(cache, -1)
 
         engine.call(put)
 
@@ -105,6 +114,7 @@ def write_session(
     Raises:
         NotSupported: K and V, or params, that can't be written.
         InvalidRequest: the file can't be written.
+        VerbatimError: K and V of an engine that is paused.
     """
     from safetensors.torch import save
 
@@ -287,6 +297,7 @@ def _identity_of_kv(engine: EngineHandle, token_ids: list[int], num_tokens: int)
 
     A digest of the log-probs of some tokens identifies the weights.
     """
+    engine.check_running()  # else the request below would wait
     info = engine.info()
     layout = info["kv_dtype"], info.get("attention", "exact"), info.get("ranks")
     probe_ids = token_ids[: min(_NUM_PROBED, engine.admission.max_length) - 1]

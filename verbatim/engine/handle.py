@@ -184,6 +184,12 @@ class EngineHandle:
         if self._engine.mode is Mode.ASLEEP:
             raise VerbatimError("the engine sleeps; call wake() first")
 
+    def check_running(self) -> None:
+        """Raise VerbatimError if new requests would wait for `wake` or `resume`, EngineClosed if closed."""
+        self.check_awake()
+        if self._engine.mode is not Mode.RUNNING:
+            raise VerbatimError("the engine is paused; call resume() first")
+
     # ---- requests with a waiting caller
 
     def run(self, requests: list[Request]) -> list[Result]:
