@@ -196,6 +196,19 @@ def test_pause_keeps_requests_and_resume_continues_them(served: Served) -> None:
     assert "mode" in served.client.post("/pause?mode=stop").json()["error"]["message"]
 
 
+def test_pause_with_abort_ends_requests_with_reason_abort(served: Served) -> None:
+    long = {"max_tokens": 1900, "ignore_eos": True}
+    answers = [
+        in_thread(lambda path=path, body=body: served.post(path, **body | long))
+        for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT))
+    ]
+    until(lambda: served.llm.stats()["running"] == 2)
+    served.client.post("/pause?mode=abort")
+    served.client.post("/resume")
+    for answer in answers:
+        assert answer.result()["choices"][0]["finish_reason"] == "abort"
+
+
 @pytest.fixture(scope="module")
 def keyed(llm: LLM) -> Iterator[Served]:
     settings = ServeSettings(training=True, api_keys=("secret-key-1",))

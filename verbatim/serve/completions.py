@@ -262,6 +262,8 @@ def ending(piece: Completion | Delta, seed: int, *, called: bool = False) -> dic
     reason, stop = "length", piece.stop_reason
     if piece.finish_reason is FinishReason.STOP:
         reason = "tool_calls" if called else "stop"
+    elif piece.finish_reason is FinishReason.ABORT:  # vLLM's word; OpenAI has none
+        reason = "abort"
     return {
         "finish_reason": reason,
         "stop_reason": list(stop) if isinstance(stop, tuple) else stop,
