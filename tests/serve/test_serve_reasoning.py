@@ -11,7 +11,7 @@ import pytest
 
 from support.pairwise import slow_but
 from support.serving import Served, talking
-from support.tool_templates import HERMES, THINKING
+from support.tool_templates import HARMONY, HERMES, THINKING
 
 SCHEMA = {
     "type": "object",
@@ -162,3 +162,15 @@ def test_responses_reasoning_items_round_trip(served):
     del messages[1]["reasoning_content"]
     without = served.post("/v1/chat/completions", messages=[*messages, user], max_tokens=2)
     assert without["usage"]["prompt_tokens"] < chat["usage"]["prompt_tokens"]
+
+
+def test_tokenize_counts_messages_as_chat_does():
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "B"}]
+    messages[1]["reasoning_content"] = "A"  # which this template calls `thinking`
+    messages.append({"role": "user", "content": "Go"})
+    with talking(HARMONY, added=True, special=True) as server:
+        chat = server.post("/v1/chat/completions", messages=messages, max_tokens=2)
+        count = server.post("/tokenize", messages=messages)["count"]
+        assert count == chat["usage"]["prompt_tokens"]
+        named = [{"role": "user", "content": "Hi", "name": "Ann"}]
+        assert "messages[0].name" in server.refused("/tokenize", {"messages": named})["message"]

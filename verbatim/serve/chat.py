@@ -75,9 +75,9 @@ class ConversationRequest(ApiRequest[Body]):
         self._variables = dict(template_kwargs or {})
         if wrong := sorted(self._variables.keys() & _NOT_FOR_CLIENTS):
             raise InvalidRequest(f"chat_template_kwargs.{wrong[0]}: {_NOT_FOR_CLIENTS[wrong[0]]}")
-        template = _template(service, bool(functions))
+        template = template_of(service, bool(functions))
         use = ToolUse.resolve(functions, choice, several_calls, template, service.marks)
-        _adapt_messages(self._messages, template)
+        adapt_messages(self._messages, template)
         # The template's variable that turns reasoning on and off, if it has one.
         names = ("enable_thinking", "thinking")
         switch = next((name for name in names if re.search(rf"\b{name}\b", template)), None)
@@ -145,7 +145,7 @@ _NOT_FOR_CLIENTS = {
 }
 
 
-def _template(service: Service, tools: bool) -> str:
+def template_of(service: Service, tools: bool) -> str:
     """Return the chat template for conversations with or without tools; "" if there is none."""
     hf = getattr(service.llm.tokenizer, "hf", None)
     template = getattr(hf, "chat_template", None)
@@ -154,7 +154,7 @@ def _template(service: Service, tools: bool) -> str:
     return template if isinstance(template, str) else ""
 
 
-def _adapt_messages(messages: list[dict[str, Any]], template: str) -> None:
+def adapt_messages(messages: list[dict[str, Any]], template: str) -> None:
     """Rename or drop earlier reasoning to fit the template; refuse other fields that it does not use."""
     names = ("reasoning_content", "reasoning", "thinking")
     field = next((name for name in names if re.search(rf"[.'\"]{name}\b", template)), None)

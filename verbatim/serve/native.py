@@ -16,7 +16,7 @@ from verbatim.common.spelling import did_you_mean
 from verbatim.core import Delta, Request, Result
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
 from verbatim.params import SamplingParams
-from verbatim.serve.chat import message_of
+from verbatim.serve.chat import adapt_messages, message_of, template_of
 from verbatim.serve.completions import ApiRequest, Events
 from verbatim.serve.errors import Refusal
 from verbatim.serve.fields import Messages, PromptIds, Prompts, Strict, Switch, TextIds, Variables
@@ -165,6 +165,7 @@ async def tokenize(service: Service, body: Tokenize, _: Client) -> dict[str, Any
         )
 
     messages = [message_of(message) for message in body.messages or ()]
+    adapt_messages(messages, template_of(service, tools=False))
     num_chars = len(body.text or "") + sum(len(message["content"]) for message in messages)
     ids = await service.in_thread(ids_of, num_chars=num_chars)
     answer = {"ids": ids, "count": len(ids), "max_length": service.llm.max_length}
