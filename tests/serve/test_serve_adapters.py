@@ -13,6 +13,7 @@ from support.lora import save_adapter
 from support.serving import Served, serving
 from support.toys import make_toy, random_ids
 from verbatim import LLM, InvalidRequest, SamplingParams
+from verbatim.serve.service import Service
 from verbatim.serve.settings import ServeSettings
 
 KEY = "a-key-of-the-operator"
@@ -70,6 +71,11 @@ def test_model_field_selects_adapter(served: Served, llm: LLM) -> None:
     assert scores[0] == llm.score(IDS) and scores[1] == llm.score(IDS, adapter="law")
     error = served.refused("/v1/completions", {"model": "other", "prompt": IDS}, 404)
     assert error["code"] == "model_not_found" and "'base', 'law'" in error["message"]
+
+
+def test_adapter_with_the_name_of_the_model_is_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="'law' has the name of the served model"):
+        Service(llm, ServeSettings(name="law"))
 
 
 def test_models_lists_adapters_with_their_parent(served: Served) -> None:

@@ -94,7 +94,8 @@ class Service:
 
     Raises:
         NotSupported: an engine that several ranks of the caller drive together.
-        InvalidRequest: the model's generation_config.json has a value out of range, and chats would use it.
+        InvalidRequest: the model's generation_config.json has a value out of range, and chats would use it;
+            or an adapter has the served model's name.
     """
 
     def __init__(self, llm: LLM, settings: ServeSettings) -> None:
@@ -103,6 +104,11 @@ class Service:
         self.settings = settings
         is_path = llm.name.startswith((".", "/", "~"))  # clients see only its last part
         self.name = settings.name or (Path(llm.name).name if is_path else llm.name)
+        if self.name in llm.adapters:
+            raise InvalidRequest(
+                f"the adapter {self.name!r} has the name of the served model: give one of them another name "
+                "(--adapter, --name)"
+            )
         self.created = int(time.time())
         self.fingerprint: str = llm.info()["numerics_key"]
         self.chat_defaults = _chat_defaults(llm) if settings.chat_defaults else SamplingParams()
