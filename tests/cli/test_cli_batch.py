@@ -350,6 +350,31 @@ def test_unexpected_error_is_recorded_for_its_line(answer, monkeypatch):
     assert found["r0"]["status_code"] == found["r2"]["status_code"] == 200
 
 
+@pytest.mark.parametrize("limit", ["response bytes", "queue"])
+def test_lines_over_a_limit_on_all_lines_together_wait(answer, llm, monkeypatch, limit):
+    monkeypatch.setattr("verbatim.serve.batch.RETRY_AFTER_S", 0.01)
+    if limit == "queue":
+        monkeypatch.setattr(llm.engine._engine, "max_waiting", 0)
+        monkeypatch.setattr(llm.engine.scheduler, "max_sequences", 2)
+    else:
+        monkeypatch.setattr("verbatim.serve.batch.MAX_RESPONSE_BYTES", 200)
+        monkeypatch.setattr("verbatim.serve.service._MAX_RESPONSES", 1)
+    # Three prompts at once never fit into the queue, and a hundred tokens not into a response.
+    never = line("never", {"prompt": ["a", "b", "c"], "max_tokens": 100})
+    _, records = answer([never, *some(20)], in_flight=10)
+    statuses = {r["custom_id"]: r["response"]["status_code"] for r in records}
+    assert statuses.pop("never") == (429 if limit == "queue" else 400)
+    assert set(statuses.values()) == {200} and len(statuses) == 20
+
+
+def test_half_surrogate_pair_does_not_end_the_run(answer):
+    body = {"input": "a", "metadata": {"a": "\ud800"}, "max_output_tokens": 3}
+    body["include"] = ["message.output_text.logprobs"]
+    _, records = answer([line("a", body, RESPONSES)])
+    assert records[0]["response"]["body"]["metadata"] == {"a": "?"}
+    assert len(records[0]["response"]["body"]["output"][0]["content"][0]["logprobs"]) == 3
+
+
 def test_concurrent_runs_on_one_output_are_rejected(command, tmp_path):
     write(tmp_path / "in.jsonl", some(1))
     with records_in(tmp_path):

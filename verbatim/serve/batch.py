@@ -27,7 +27,7 @@ from verbatim.params import MAX_N
 from verbatim.serve.bodies import model_of, refusal_of_body
 from verbatim.serve.chat import ChatRequest
 from verbatim.serve.completions import CompletionRequest
-from verbatim.serve.errors import Refusal, refusal_of
+from verbatim.serve.errors import RETRY_AFTER_S, Refusal, refusal_of
 from verbatim.serve.fields import Strict
 from verbatim.serve.records import Records
 from verbatim.serve.responses import ResponsesRequest
@@ -65,8 +65,8 @@ class _InvalidLine(NamedTuple):
 class BatchRun:
     """Answers the requests that have no answer in `records` yet.
 
-    An invalid or refused line gets an error record, and the run continues. Answers equal those of
-    `verbatim serve`.
+    An invalid or refused line gets an error record, and the run continues. A line that is refused only until
+    others have finished is tried again. Answers equal those of `verbatim serve`.
 
     Args:
         name: model name in the requests; None takes the engine's.
@@ -205,7 +205,14 @@ class BatchRun:
             return _InvalidLine(code, refusal.message, custom_id)
 
     async def _answer(self, line: _Line) -> tuple[int, dict[str, Any]]:
-        """Return the status and the body of a response."""
+        """Return the status and the body of a response, once the line is not refused for others' sake."""
+        while True:
+            status, body = await self._try(line)
+            if status != 429 or not self.service.num_in_progress:
+                return status, body
+            await asyncio.sleep(RETRY_AFTER_S)
+
+    async def _try(self, line: _Line) -> tuple[int, dict[str, Any]]:
         handler = _ENDPOINTS[line.url]
         model = model_of(handler)
         try:

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from verbatim.common.files import open_nonblocking
 from verbatim.errors import InvalidRequest, VerbatimError
-from verbatim.serve.errors import to_bytes
+from verbatim.serve.errors import json_pieces
 
 _HEAD = b'{"id":"batch_req_'
 # Errors of lines without a unique custom_id, which are identified by line number.
@@ -129,7 +129,7 @@ class Records:
 
     def _add(self, record: dict[str, Any]) -> None:
         """Append a line, completely or not at all; raise VerbatimError if it can't be written."""
-        line = to_bytes({"id": f"batch_req_{uuid4().hex}"} | record) + b"\n"
+        line = b"".join(json_pieces({"id": f"batch_req_{uuid4().hex}"} | record, tail=b"\n"))
         remaining = memoryview(line)
         try:
             while remaining:
