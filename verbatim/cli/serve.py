@@ -49,7 +49,7 @@ SERVER = (
     *_field(_SERVER, "playground docs chat_defaults logprobs_mode training log_level"),
     *_field(_LIMITS, "max_requests max_choices max_body_bytes max_response_bytes max_connections"),
     *_field(_LIMITS, "max_connections_per_address negative_priorities max_update_bytes"),
-    *_field(_LIMITS, "update_timeout_s drain_timeout_s"),
+    *_field(_LIMITS, "body_timeout_s update_timeout_s drain_timeout_s"),
     Option("request_timeout_s", float, _LIMITS, helps(ServeSettings)["timeout_s"]),
 )
 
