@@ -141,20 +141,22 @@ class ServerAdapter(BaseRollout):
         if wire_format != "named_tensors" or peft_config is not None:
             raise NotImplementedError("whole weights only: model.lora.merge=True")
         if self._sends:
-            await self._server.call("/start_weight_update")
+            update = (await self._server.call("/start_weight_update"))["update"]
+            path = f"/update_weights?update={update}"
         part: dict[str, torch.Tensor] = {}
         size = 0
         async for name, tensor in ensure_async_iterator(weights):
             if not self._sends:  # this rank only takes part in the trainer's collective calls
                 continue
             if part and size + tensor.nbytes > self._bucket:
-                await self._server.call("/update_weights", content=save(part), headers=OCTETS)
+                await self._server.call(path, content=save(part), headers=OCTETS)
                 part, size = {}, 0
             part[name] = tensor.detach().cpu().contiguous().clone()
             size += tensor.nbytes
         if self._sends:
-            await self._server.call("/update_weights", content=save(part), headers=OCTETS)
-            await self._server.call("/finish_weight_update", json={"version": global_steps})
+            await self._server.call(path, content=save(part), headers=OCTETS)
+            end = {"update": update, "version": global_steps}
+            await self._server.call("/finish_weight_update", json=end)
 
 
 _ROLLOUT_REGISTRY["verbatim", "async"] = f"{__name__}.ServerAdapter"

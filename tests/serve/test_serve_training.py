@@ -270,16 +270,34 @@ def test_weights_sent_in_parts_are_applied_together(served: Served, weights: Any
     before = generated(served.llm)
     names = list(weights)
     post = served.client.post
-    assert post("/start_weight_update", json={"is_checkpoint_format": True}).status_code == 200
+    started = post("/start_weight_update", json={"is_checkpoint_format": True}).json()
+    parts = f"/update_weights?update={started['update']}"
     for part in (names[::2], names[1::2]):
         body = save({name: other(weights)[name] for name in part})
-        answer = post("/update_weights", content=body, headers=OCTETS).json()
+        answer = post(parts, content=body, headers=OCTETS).json()
         assert answer["weight_version"] is None
         assert generated(served.llm) == before
-    again = post("/update_weights", content=body, headers=OCTETS)
+    again = post(parts, content=body, headers=OCTETS)
     assert again.status_code == 400 and "twice" in again.text
-    assert isinstance(post("/finish_weight_update").json()["weight_version"], int)
+    again = post(f"{parts}&version=3", content=body, headers=OCTETS)
+    assert again.status_code == 400 and "version=3" in again.text
+    end = {"update": started["update"]}
+    assert isinstance(post("/finish_weight_update", json=end).json()["weight_version"], int)
     assert generated(served.llm) != before
+
+
+def test_file_of_another_trainer_joins_no_update_in_parts(served: Served, weights: Any) -> None:
+    before = generated(served.llm)
+    post, body = served.client.post, save(other(weights))
+    late = post("/start_weight_update").json()["update"]
+    assert post("/update_weights", content=body, headers=OCTETS).status_code == 409
+    assert post("/finish_weight_update").status_code == 409
+    post("/finish_weight_update", json={"update": late})  # of no weights: an error, which ends it
+    for own in (late, post("/start_weight_update").json()["update"]):
+        status = post(f"/update_weights?update={late}", content=body, headers=OCTETS).status_code
+        assert status == 409, own  # with none in progress, and with another one
+        assert generated(served.llm) == before
+    post("/finish_weight_update", json={"update": own})
 
 
 def test_completion_during_an_update_has_both_weight_versions(served: Served, weights: Any) -> None:
@@ -373,14 +391,14 @@ def test_update_over_max_update_bytes_is_rejected(served: Served, weights: Any) 
 def test_update_of_silent_trainer_times_out(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(llm, ServeSettings(training=True, update_timeout_s=0.3)) as server:
         monkeypatch.setattr(Updates, "_drop", lambda updates: None)  # the timeout does nothing yet
-        server.post("/start_weight_update")
+        update = server.post("/start_weight_update")["update"]
         for path, body in (("/start_weight_update", {}), ("/update_weights", ADDRESS)):
             answer = server.client.post(path, json=body)
             assert answer.status_code == 409 and answer.headers["retry-after"]
             assert "another update" in answer.text and "0.3 s" in answer.text
         monkeypatch.undo()
         server.client.post(
-            "/update_weights", content=b"", headers=OCTETS
+            f"/update_weights?update={update}", content=b"", headers=OCTETS
         )  # activity restarts the timeout
         until(lambda: server.client.post("/start_weight_update", json={}).status_code == 200)
         time.sleep(0.4)

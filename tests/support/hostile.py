@@ -44,7 +44,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/load_lora_adapter": [{"lora_name": "x", "lora_path": "x"}],
     "/v1/unload_lora_adapter": [{"lora_name": "x"}],
     "/start_weight_update": [{"is_checkpoint_format": True}],
-    "/finish_weight_update": [{"version": 1}],
+    "/finish_weight_update": [{"version": 1, "update": "x"}],
 }
 
 

@@ -2,13 +2,15 @@
 
 New weights are held until the update is finished, checked as a whole, and written between two steps: all of
 them or, on an error, none. Requests in progress continue with the new weights. There is one update at a time:
-others are refused until it finishes, its connection fails, or its trainer is silent for too long.
+others are refused until it finishes, its connection fails, or its trainer is silent for too long. An update
+in parts has an id, so that no part joins another trainer's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal, TypeVar
@@ -53,6 +55,12 @@ class FinishUpdate(Strict):
     check_finite: Switch = None
 
 
+class FinishParts(FinishUpdate):
+    """The end of an update in parts."""
+
+    update: str = Field(default="", max_length=64, description="Id from /start_weight_update.")
+
+
 class SendUpdate(FinishUpdate):
     """An update that a trainer's `WeightSender` sends over a connection; it listens at an address."""
 
@@ -65,7 +73,7 @@ class SendUpdate(FinishUpdate):
 
 
 _CONNECT_S = 5.0  # limit of each step of connecting to a trainer
-_START, _FINISH = StartUpdate(), FinishUpdate()  # defaults of omitted bodies
+_START, _FINISH = StartUpdate(), FinishParts()  # defaults of omitted bodies
 
 
 class Updates:
@@ -75,6 +83,7 @@ class Updates:
         self._service = service
         self._lock = asyncio.Lock()  # one request at a time
         self._pending: dict[str, Tensor] | None = None  # None outside of an update in parts
+        self._id = ""  # of the last update in parts
         self._expiry: asyncio.TimerHandle | None = None  # timeout of an update in parts
         settings = service.settings
         self._timeout_s = settings.update_timeout_s
@@ -83,18 +92,27 @@ class Updates:
         )
 
     @asynccontextmanager
-    async def _exclusive(self, *, starts: bool = False) -> AsyncIterator[None]:
+    async def _exclusive(self, update: str | None = None) -> AsyncIterator[None]:
         """Exclude other requests during the block, and restart the update's timeout after it.
 
+        Args:
+            update: id of the update in parts to continue; None begins an update.
+
         Raises:
-            Refusal: 409: another request is in progress, or, with `starts`, another update.
+            Refusal: 409: another request or update is in progress, or `update` is not.
         """
-        if self._lock.locked() or (starts and self._pending is not None):
+        if self._lock.locked() or (update is None and self._pending is not None):
             raise Refusal(
                 409,
                 "another update of the weights is in progress; it is dropped when its trainer is silent for "
                 f"{self._timeout_s:g} s (--update-timeout-s)",
                 headers={"Retry-After": str(RETRY_AFTER_S)},
+            )
+        if update is not None and (self._pending is None or update != self._id):
+            raise Refusal(
+                409,
+                f"no update {update!r:.80} is in progress: POST /start_weight_update returns the id of one "
+                "(silence for --update-timeout-s drops it)",
             )
         async with self._lock:
             if self._expiry is not None:
@@ -110,10 +128,11 @@ class Updates:
         log.warning("an update of the weights was dropped: no request for %g s", self._timeout_s)
         self._pending = None
 
-    async def start(self) -> None:
-        """Begin an update in parts; raise a Refusal (409) if another update is in progress."""
-        async with self._exclusive(starts=True):
-            self._pending = {}
+    async def start(self) -> str:
+        """Begin an update in parts and return its id; raise a Refusal (409) if another is in progress."""
+        async with self._exclusive():
+            self._pending, self._id = {}, secrets.token_hex(8)
+            return self._id
 
     async def receive(self, update: SendUpdate) -> int:
         """Receive the weights of a trainer, write them, and return their version.
@@ -123,7 +142,7 @@ class Updates:
             Refusal: 409: another update is in progress; 502: there is no `WeightSender` at the address, or
                 it ended, sent unannounced data, or sent nothing within the time limit.
         """
-        async with self._exclusive(starts=True):
+        async with self._exclusive():
             self._check_size(update.num_bytes)
             try:
                 tensors = await self._receive(update)
@@ -155,12 +174,15 @@ class Updates:
         finally:
             link.close()
 
-    async def take(self, body: bytes, finish: FinishUpdate) -> int | None:
-        """Add a safetensors file to the update in parts; without one, write it and return the version.
+    async def take(self, body: bytes, version: int | None, update: str | None) -> int | None:
+        """Add a safetensors file to an update in parts; without one, write it and return the version.
 
         Raises:
-            InvalidRequest: not a safetensors file, or too many bytes.
+            InvalidRequest: not a safetensors file, or too many bytes; a part with a version.
+            Refusal: 409: another update is in progress, or the one of this id is not.
         """
+        if update is not None and version is not None:
+            raise InvalidRequest(f"version={version}: of a part; /finish_weight_update takes it")
 
         def read() -> dict[str, Tensor]:
             from safetensors import SafetensorError
@@ -171,32 +193,27 @@ class Updates:
             except (SafetensorError, KeyError, ValueError, RuntimeError):
                 raise InvalidRequest("the body is not a safetensors file") from None
 
-        async with self._exclusive():
+        async with self._exclusive(update):
             tensors = await asyncio.to_thread(read)
             self._check_size(sum(tensor.nbytes for tensor in tensors.values()))
             if self._pending is None:
-                return await self._write(tensors, finish)
+                return await self._write(tensors, FinishUpdate(version=version))
             duplicate = next((name for name in tensors if name in self._pending), None)
             if duplicate is not None:
                 raise InvalidRequest(f"weights name {duplicate:.200} twice")
             self._pending |= tensors
             return None
 
-    async def finish(self, finish: FinishUpdate) -> int:
-        """Write the weights of an update, and return their version.
+    async def finish(self, finish: FinishParts) -> int:
+        """Write the weights of an update in parts, and return their version.
 
         Raises:
-            Refusal: 409: no update was started.
+            Refusal: 409: the update is not in progress.
             InvalidRequest, NotSupported: as `LLM.update_weights`; nothing was changed.
         """
-        async with self._exclusive():
+        async with self._exclusive(finish.update):
             tensors, self._pending = self._pending, None
-            if tensors is None:
-                raise Refusal(
-                    409,
-                    "no update is in progress: POST /start_weight_update (silence for --update-timeout-s "
-                    "drops one)",
-                )
+            assert tensors is not None
             return await self._write(tensors, finish)
 
     async def _write(self, tensors: dict[str, Tensor], finish: FinishUpdate) -> int:
@@ -278,25 +295,26 @@ def training_routes(service: Service) -> APIRouter:
 
     @router.post("/start_weight_update")
     async def start_weight_update(body: StartUpdate = _START) -> Response:
-        await updates.start()
-        return Json({"status": "ok"})
+        return Json({"status": "ok", "update": await updates.start()})
 
     @router.post("/update_weights")
-    async def update_weights(http: Request, version: Version = None) -> Response:
+    async def update_weights(
+        http: Request, version: Version = None, update: str | None = None
+    ) -> Response:
         """Tensors that a trainer's `WeightSender` sends, or a body that is a safetensors file.
 
-        A file outside of an update in parts is an update of its own, with the query's `version`.
+        A file is a part of the `update` of this id; without one, an update of its own, with the `version`.
         """
         raw, kind = await http.body(), http.headers.get("content-type", "")
         written: int | None
         if kind.partition(";")[0].strip().lower() in _SAFETENSORS:
-            written = await updates.take(raw, FinishUpdate(version=version))
+            written = await updates.take(raw, version, update)
         else:
             written = await updates.receive(parse_body(SendUpdate, raw))
         return Json({"status": "ok", "weight_version": written})
 
     @router.post("/finish_weight_update")
-    async def finish_weight_update(body: FinishUpdate = _FINISH) -> Response:
+    async def finish_weight_update(body: FinishParts = _FINISH) -> Response:
         return Json({"status": "ok", "weight_version": await updates.finish(body)})
 
     return router
