@@ -229,8 +229,11 @@ def check_experts(told: list[dict[str, Any]], folder: Path, folders: Folders) ->
             assert report["mtp"] == fingerprint(results)
             assert (report["drafted"] > 0) == (rank > 0)
             assert report["weight_bytes"] < whole_bytes
-            kind = "InvalidRequest: " if rank == 0 else "RequestFailed: rank 0 failed"
-            assert report["refused"].startswith(kind)
+            assert list(report["refused"]) == ["generate", "chat", "score", "rollout", "tensors"]
+            for name, text in report["refused"].items():
+                own_error = "NotSupported: " if name == "chat" else "InvalidRequest: "
+                assert text.startswith(own_error if rank == 0 else "RequestFailed: rank 0 failed")
+            assert report["none"] == (1 if rank else 0)
             assert report["scores"] == (llm.score(prompts[:1]) if rank else [])
     for kind in QUANTIZED:
         new = LLM(folder / "new-qwen3_moe", quantization=kind)

@@ -21,6 +21,7 @@ from verbatim import (
     SamplingParams,
     TensorParallel,
     VerbatimError,
+    generate,
     rl,
 )
 
@@ -108,10 +109,23 @@ def share_experts(rank: int, world: int, folder: Path) -> dict[str, Any]:
         found = rl.rollout(llm, [[5 + rank, 6, 7]] * (rank + 1), ROLLOUT, seed=3)
         told["rows"], told["routing"] = found.sequences.tolist(), found.routing.tolist()
         told["weight_bytes"] = llm.info()["weight_bytes"]
-        try:  # on the other ranks at once, too
-            llm.generate([[10**6]] if rank == 0 else prompts[own])
-        except VerbatimError as error:
-            told["refused"] = f"{type(error).__name__}: {error}"
+        some, good = prompts[own] or prompts[:1], torch.tensor([[5, 6, 7]])
+        bad = torch.tensor([[10**6]])
+        calls = {  # rank 0's is invalid, and fails on the other ranks at once
+            "generate": lambda: llm.generate([[10**6]] if rank == 0 else some),
+            "chat": lambda: llm.chat([{}]) if rank == 0 else llm.generate(some),  # has no tokenizer
+            "score": lambda: rl.score(llm, bad if rank == 0 else good),
+            "rollout": lambda: rl.rollout(llm, bad if rank == 0 else good, ROLLOUT),
+            "tensors": lambda: generate(llm, good.float() if rank == 0 else good, None, 2),
+        }
+        told["refused"] = {}
+        for name, call in calls.items():
+            try:
+                call()
+            except VerbatimError as error:
+                told["refused"][name] = f"{type(error).__name__}: {error}"
+        none = rl.rollout(llm, [] if rank == 0 else good, ROLLOUT)
+        told["none"] = len(none.sequences)
         told["scores"] = llm.score([] if rank == 0 else prompts[:1])
     adapters = {"a": folder / "adapter"} if rank else {}
     params = [replace(p, adapter="a") for p in params]

@@ -322,7 +322,9 @@ class LLM:
         self, messages: SequenceOf[dict[str, str]], params: SamplingParams | None = None
     ) -> Result:
         """Generate the assistant's answer to `messages`, each {"role": ..., "content": ...}."""
-        return self.generate([self._chat_ids(messages)], params)[0]
+        return self.engine.admit_and_run(
+            lambda: self._admit_all([self._chat_ids(messages)], params)
+        )[0]
 
     def chat_stream(
         self, messages: SequenceOf[dict[str, str]], params: SamplingParams | None = None
@@ -566,13 +568,7 @@ class LLM:
         prompts: Prompt | SequenceOf[Prompt],
         params: SamplingParams | SequenceOf[SamplingParams] | None,
     ) -> list[Request]:
-        collective = self.engine.collective
-        if (
-            collective is not None
-            and collective.may_be_empty
-            and isinstance(prompts, list)
-            and not prompts
-        ):
+        if self.engine.may_be_empty and isinstance(prompts, list) and not prompts:
             return []
         items, _ = as_prompts(prompts)
         params_list = as_params(params, len(items))

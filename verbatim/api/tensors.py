@@ -16,6 +16,7 @@ from verbatim.api.llm import LLM
 from verbatim.api.opening import open_runner
 from verbatim.api.padded import PaddedRows
 from verbatim.common.checks import integer, optional_integer
+from verbatim.core import Request
 from verbatim.errors import (
     EngineClosed,
     InvalidRequest,
@@ -200,17 +201,22 @@ def generate(
     Raises:
         InvalidRequest: wrong shapes, a row with padding only, a parameter out of range.
     """
-    rows = PaddedRows.of(input_ids, attention_mask)
-    _check_names(params)
-    pad_token_id = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
-    if params.get("seed") is None:
-        params["seed"] = draw_seed()
-    settings = SamplingParams(max_tokens=max_new_tokens, **params)
     llm = engine_of(model)
+
+    def admit() -> list[Request]:  # its errors also fail the calls of other ranks
+        nonlocal pad_token_id
+        rows = PaddedRows.of(input_ids, attention_mask)
+        _check_names(params)
+        pad_token_id = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
+        seed = draw_seed() if params.get("seed") is None else params["seed"]
+        settings = SamplingParams(max_tokens=max_new_tokens, **params | {"seed": seed})
+        return llm._admit_rows(rows.rows(), settings)
+
     with on_cpu():
-        results = llm.engine.admit_and_run(lambda: llm._admit_rows(rows.rows(), settings))
+        results = llm.engine.admit_and_run(admit)
     completions = [result.outputs[0].token_ids for result in results]
     pad = llm.pad_token_id if pad_token_id is None else pad_token_id
+    rows = PaddedRows.of(input_ids, attention_mask)
     return rows.joined(completions, pad, device=input_ids.device)
 
 

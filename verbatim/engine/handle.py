@@ -196,6 +196,11 @@ class EngineHandle:
         """Run requests to completion; return their results, or raise the error of the first that failed."""
         return self.admit_and_run(lambda: requests)
 
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a call may have no prompts, because other ranks have some."""
+        return self.collective is not None and self.collective.may_be_empty
+
     def admit_and_run(self, admit: Callable[[], list[Request]]) -> list[Result]:
         """Run the requests that `admit` returns; an error of it also fails the other processes' calls."""
         if self.collective is not None:

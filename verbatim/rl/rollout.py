@@ -16,8 +16,7 @@ from verbatim.api.tensors import draw_seed, engine_of
 from verbatim.common.checks import integer, optional_integer, switch
 from verbatim.core import FinishReason, Request, Result
 from verbatim.engine.admission import as_prompts
-from verbatim.engine.handle import EngineHandle
-from verbatim.engine.lockstep import run_together
+from verbatim.engine.lockstep import run_admitted
 from verbatim.errors import InvalidRequest
 from verbatim.options import rank_of
 from verbatim.params import SamplingParams
@@ -158,7 +157,7 @@ def rollout(
     """
     begun: list[tuple[LLM, SamplingParams, int]] = []
 
-    def begin() -> tuple[EngineHandle, list[Request]]:
+    def admit() -> list[Request]:
         checked = _check_params(params, group_size, padding_side)
         llm = engine_of(model)
         choices = llm.engine.runner.choices
@@ -170,17 +169,18 @@ def rollout(
             record_routing=switch("record_routing", record),
             record_indices=switch("record_indices", record_indices) or checked.record_indices,
         )
-        rows = _prompt_rows(prompts, attention_mask, may_be_empty=process_group is not None)
+        may_be_empty = process_group is not None or llm.engine.may_be_empty
+        rows = _prompt_rows(prompts, attention_mask, may_be_empty=may_be_empty)
         first = draw_seed() if seed is None else integer("seed", seed, 0, 2**64 - 1, optional=True)
-        rank, admit = rank_of(process_group), llm.engine.admission.admit
+        rank, admission = rank_of(process_group), llm.engine.admission
         requests = [
-            admit(row, checked.replace(seed=_mix_seed(first, rank, b)))
+            admission.admit(row, checked.replace(seed=_mix_seed(first, rank, b)))
             for b, row in enumerate(rows)
         ]
         begun.append((llm, checked, llm.pad_token_id if pad is None else pad))
-        return llm.engine, requests
+        return requests
 
-    results = run_together(begin, process_group)
+    results = run_admitted(lambda: engine_of(model).engine, admit, process_group)
     return _lay_out(results, *begun[0], left=padding_side == "left")
 
 

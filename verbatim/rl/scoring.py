@@ -15,8 +15,7 @@ from verbatim.api.padded import check_padded, fill
 from verbatim.api.tensors import engine_of
 from verbatim.common.checks import number, optional_integer
 from verbatim.core import Request
-from verbatim.engine.handle import EngineHandle
-from verbatim.engine.lockstep import run_together
+from verbatim.engine.lockstep import run_admitted
 from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
 from verbatim.placement.kv_caches import takes_kv_caches
@@ -57,7 +56,7 @@ def score(
     """
     masks: list[Tensor] = []
 
-    def begin() -> tuple[EngineHandle, list[Request]]:
+    def admit() -> list[Request]:
         ids, mask = _flat(sequences, attention_mask)
         masks.append(mask.cpu())
         records = _records(sequences, mask, routing=routing, indices=indices)
@@ -68,9 +67,9 @@ def score(
                 fields = {name: record[row][row_mask] for name, record in records.items()}
                 params = SamplingParams(max_tokens=0, prompt_logprobs=0, adapter=adapter, **fields)
                 requests.append(llm.engine.admission.admit(ids[row][row_mask].tolist(), params))
-        return llm.engine, requests
+        return requests
 
-    results = run_together(begin, process_group)
+    results = run_admitted(lambda: engine_of(model).engine, admit, process_group)
     has_logprob = masks[0] & (masks[0].cumsum(dim=1) > 1)  # all but the first token of a row
     values = [value for result in results for value in (result.prompt_logprobs or [])[1:]]
     with torch.inference_mode(False), torch.no_grad():
