@@ -769,6 +769,10 @@ def test_unsupported_and_invalid_requests_are_rejected(controller):
     ):
         with pytest.raises(InvalidRequest, match=name):
             run(*arguments)
+    stream = AsyncStream(1, lambda: None)
+    with pytest.raises(InvalidRequest, match="active_requests is list"):
+        run([], {1: stream})
+    assert stream.finished
     for wrong, name in (
         (dict(vocab_size="x"), "vocab_size='x'"),
         (dict(sampling_params="x"), "sampling_params='x'"),
@@ -809,6 +813,9 @@ def test_wrapper_and_megatron_tokenizer_generate_same_results(kind, model, llm, 
         params.num_tokens_to_generate = 100
         with pytest.warns(UserWarning, match="limit of 50"):
             assert run_static(text_controller, params)[0].generated_length == 46
+        long = InferenceRequest(request_id=1, prompt_tokens=[5] * 51, sampling_params=params)
+        with pytest.raises(PromptTooLong, match="max_sequence_length"):
+            text_controller.generate_all_output_tokens_static_batch({1: long})
 
 
 class StepWrapper:

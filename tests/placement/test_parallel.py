@@ -312,6 +312,15 @@ def test_rank_weights_sleep_unless_updated_and_wake_unless_files_changed(tmp_pat
             llm.sleep(weights=True)
 
 
+def test_rank_that_was_never_connected_is_told_that_rank_0_is_gone() -> None:
+    share = Served()
+    share.listen(b"key", HOST)
+    hosts = Hosts(b"key", [RankHost(1, share.address, b"key")])
+    hosts.close()
+    hosts.close()
+    assert share.messages.get(timeout=30) is None
+
+
 def test_failed_rank_is_named_in_error() -> None:
     class Failing(Served):
         calls = Served.calls | {"forward"}
@@ -329,7 +338,7 @@ def test_failed_rank_is_named_in_error() -> None:
     stages = [Failing(number) for number in (1, 2)]
     for stage in stages:
         stage.listen(b"key", HOST)
-    ranks = [RankHost(rank, stage.address) for rank, stage in enumerate(stages, start=1)]
+    ranks = [RankHost(rank, stage.address, b"key") for rank, stage in enumerate(stages, start=1)]
     group = RankGroup(Hosts(b"key", ranks), 3, 60.0)
     group.start()
     assert group.ask("open") == [1, 2]

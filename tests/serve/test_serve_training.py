@@ -479,6 +479,13 @@ def test_unsupported_tensor_dtype_is_rejected(served: Served, weights: Any) -> N
         sender.send(weights | {"a": torch.ones(3, dtype=torch.complex64)})
 
 
+def test_failure_to_read_the_senders_weights_is_the_errors_cause(served: Served) -> None:
+    sender = rl.WeightSender(served.url, timeout_s=PATIENCE_S)
+    with pytest.raises(VerbatimError, match="connection is lost") as caught:
+        sender.send({"a": torch.ones(3, device="meta")})
+    assert isinstance(caught.value.__cause__, NotImplementedError)
+
+
 def test_concurrent_update_is_rejected(served: Served, weights: Any) -> None:
     first, second = (rl.WeightSender(served.url, timeout_s=PATIENCE_S) for _ in range(2))
     before = generated(served.llm)

@@ -60,9 +60,18 @@ class Admission:
     def vocab_size(self) -> int:
         return self.runner.vocab_size
 
-    def with_tokenizer(self, tokenizer: Tokenizer | None, max_length: int) -> Admission:
-        """Return an admission for the same engine, with another tokenizer and a lower limit."""
-        return replace(self, tokenizer=tokenizer, max_length=max_length, _compiler=None)
+    def with_tokenizer(
+        self, tokenizer: Tokenizer | None, max_length: int, source: str
+    ) -> Admission:
+        """Return an admission for the same engine, with another tokenizer and a limit that is not higher.
+
+        Args:
+            source: the origin of `max_length` if it is lower.
+        """
+        source = source if max_length < self.max_length else self.limit_source
+        return replace(
+            self, tokenizer=tokenizer, max_length=max_length, limit_source=source, _compiler=None
+        )
 
     def admit(
         self,

@@ -57,8 +57,17 @@ class WeightSender:
 
         def accept(hello: dict[str, Any], link: Link) -> Callable[[], object]:
             link.limit_sending(self._timeout_s)
-            return lambda: self._send(link, tensors)
+            return lambda: serve(link)
 
+        def serve(link: Link) -> None:
+            try:
+                self._send(link, tensors)
+            except Exception as error:  # the server's HTTP answer follows, and states the reason
+                failures.append(error)
+            finally:
+                link.close()
+
+        failures: list[Exception] = []
         listener = Listener(key, self._host, accept)
         update = {
             "master_address": self._host,
@@ -69,6 +78,8 @@ class WeightSender:
         }
         try:
             return int(self._call("/update_weights", update)["weight_version"])
+        except VerbatimError as error:
+            raise error from next(iter(failures), None)
         finally:
             listener.close()
 
@@ -81,14 +92,9 @@ class WeightSender:
         self._call("/resume", {})
 
     def _send(self, link: Link, tensors: dict[str, Tensor]) -> None:
-        try:
-            for name, tensor in tensors.items():
-                link.send({"name": name, "tensor": tensor.detach().cpu().contiguous()})
-            link.send({"end": True})
-        except Exception:  # the server's HTTP answer states the reason
-            pass
-        finally:
-            link.close()
+        for name, tensor in tensors.items():
+            link.send({"name": name, "tensor": tensor.detach().cpu().contiguous()})
+        link.send({"end": True})
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
         headers = {"Content-Type": "application/json"}

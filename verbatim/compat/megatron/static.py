@@ -136,13 +136,10 @@ def run_static_batch(
 
     A failing request does not affect the others; the first error is raised when all have ended.
     """
-    for name, argument in (("active_requests", requests), ("active_streams", streams)):
-        if not isinstance(argument, Mapping):
-            raise InvalidRequest(
-                f"{name} is {type(argument).__name__}; it must be a dict, by request id"
-            )
+    _check_mapping("active_streams", streams)
     error: BaseException | None = None
     try:
+        _check_mapping("active_requests", requests)
         by_id = _by_request(streams, requests)
         handle, seed = translation.llm.engine, draw_seed()
         rows = [translation.admit(each, row, seed) for row, each in enumerate(requests.values())]
@@ -172,6 +169,13 @@ def run_static_batch(
             stream.finish(error)
         del error  # it would form a reference cycle with this frame
     return requests
+
+
+def _check_mapping(name: str, argument: Any) -> None:
+    if not isinstance(argument, Mapping):
+        raise InvalidRequest(
+            f"{name} is {type(argument).__name__}; it must be a dict, by request id"
+        )
 
 
 def _by_request(

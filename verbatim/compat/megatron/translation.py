@@ -120,7 +120,9 @@ class Translation:
                 getattr(self.llm.engine.config, "moe_enable_routing_replay", False)
             ),
         )
-        admission = self.llm.engine.admission.with_tokenizer(self.text, self.max_sequence_length)
+        admission = self.llm.engine.admission.with_tokenizer(
+            self.text, self.max_sequence_length, "max_sequence_length"
+        )
         return admission.admit(ids, engine_params, first_sample=row if params.seed is None else 0)
 
     def begin(self, request: InferenceRequest, admitted: Request) -> None:

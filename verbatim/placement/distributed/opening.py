@@ -218,7 +218,9 @@ def open_tensor_parallel(model: OpenRequest, choice: TensorParallel) -> Placed:
     rank, world, key = meet(choice.size)
     if rank:
         return _open_rank(rank, world, key, model.options, RankShare(model.loaded, model.source))
-    hosts = Hosts(key, other_ranks(world)) if world > 1 else LocalHosts(key, "tensor:RankShare")
+    hosts = (
+        Hosts(key, other_ranks(world, key)) if world > 1 else LocalHosts(key, "tensor:RankShare")
+    )
     group = RankGroup(hosts, choice.size, choice.timeout_s)
     try:
         group.start()
@@ -242,9 +244,13 @@ def open_pipeline_parallel(model: OpenRequest, choice: PipelineParallel) -> Plac
         return _open_rank(rank, world, key, model.options, StageShare())
     share = StageShare()
     share.listen(key, HOST)
-    hosts = Hosts(key, [*other_ranks(world), RankHost(0, share.address, share)])
+    hosts = Hosts(key, [*other_ranks(world, key), RankHost(0, share.address, key, share)])
     ranks = replace(cluster, hosts=hosts, spares=0)
-    placed = open_cluster(model, ranks)
+    try:
+        placed = open_cluster(model, ranks)
+    except BaseException:
+        hosts.close()
+        raise
     return _with_followers(placed, cast(Clustered, placed.runner).group.members[:-1])
 
 

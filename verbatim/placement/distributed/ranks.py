@@ -17,10 +17,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from verbatim.batch import Choices
 from verbatim.core import Request, Result
-from verbatim.errors import InvalidRequest, NotSupported, RequestFailed, TierFailed
+from verbatim.errors import InvalidRequest, NotSupported, RequestFailed, TierFailed, VerbatimError
 from verbatim.placement.distributed.group import StageGroup, StageHandle
 from verbatim.placement.distributed.launcher import HOST
-from verbatim.placement.distributed.link import Address
+from verbatim.placement.distributed.link import Address, connect
 from verbatim.placement.distributed.served import Served
 from verbatim.placement.distributed.wire import Message
 from verbatim.protocols import Runner
@@ -101,24 +101,29 @@ def meet(size: int) -> tuple[int, int, bytes]:
     return rank, world, bytes.fromhex(texts[0].split()[0])
 
 
-def other_ranks(world: int) -> list[RankHost]:
+def other_ranks(world: int, key: bytes) -> list[RankHost]:
     """Return the hosts of ranks 1 to `world` - 1, which send their ports by `exchange`."""
     ports = exchange(0, world, "-")
-    return [RankHost(rank, (HOST, int(ports[rank]))) for rank in range(1, world)]
+    return [RankHost(rank, (HOST, int(ports[rank])), key) for rank in range(1, world)]
 
 
 class RankHost:
     """A rank started by the user, as a `Host`; `share` is given for this process's own rank."""
 
-    def __init__(self, rank: int, address: Address, share: Served | None = None) -> None:
+    def __init__(
+        self, rank: int, address: Address, key: bytes, share: Served | None = None
+    ) -> None:
         self.machine = f"rank {rank}"
         self.address = address
-        self._share = share
+        self._key, self._share = key, share
 
     def kill(self) -> None:
-        """Close this process's own share; the shares of other ranks are closed by their programs."""
+        """End the share of this rank; the process is the user's."""
         if self._share is not None:
             self._share.hang_up()
+        else:  # one that was never connected still waits; others are closed, or will see their connection end
+            with suppress(VerbatimError):
+                connect(self.address, self._key, {"role": "head"}, _JOIN_S).close()
 
 
 def describe_runner(runner: Runner) -> dict[str, Any]:
