@@ -198,7 +198,7 @@ class EngineHandle:
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether a call may have no prompts, because other ranks have some."""
+        """True if a call may have no prompts, because other ranks may have some."""
         return self.collective is not None and self.collective.may_be_empty
 
     def admit_and_run(self, admit: Callable[[], list[Request]]) -> list[Result]:
