@@ -22,7 +22,7 @@ from support.requests_mixed import all_facts, facts, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import LLM, SamplingParams
 from verbatim.batch import SamplePlan, SampleRow
-from verbatim.kernels.packing import Encoding, Packing, WeightPacking
+from verbatim.kernels.packing import BLOCKS, Encoding, Packing, WeightPacking
 from verbatim.model import products
 from verbatim.model.quantizable import choose_packings
 from verbatim.quantization.formats import resolve_quantization
@@ -209,22 +209,25 @@ def test_recorded_moe_steps_give_same_outputs(name: str) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("depth", [1024, 1000])
 @pytest.mark.parametrize("encoding", list(Encoding), ids=lambda encoding: encoding.name)
 def test_quantized_products_give_bits_of_decoded_weights_for_any_number_of_rows(
-    encoding: Encoding,
+    encoding: Encoding, depth: int
 ) -> None:
     from verbatim.kernels.triton import linear, packed
 
+    if encoding in BLOCKS:
+        depth = 1024  # their rows are whole blocks of 256
     rows = Packing(8 if encoding is Encoding.FP8 else 4, 64, encoding)
-    packing = WeightPacking((208, 1024), torch.bfloat16, rows)
+    packing = WeightPacking((208, depth), torch.bfloat16, rows)
     generator = torch.Generator("cuda").manual_seed(0)
     weight = torch.randn(packing.shape, generator=generator, device="cuda", dtype=torch.bfloat16)
     data = pack(weight.cpu(), packing).cuda()
     whole = packed.unpack(data, packing, torch.arange(208, device="cuda"))
-    x = torch.randn(500, 1024, generator=generator, device="cuda").bfloat16()
+    x = torch.randn(500, depth, generator=generator, device="cuda").bfloat16()
     want = linear.linear(x, whole)
     for count in (1, 2, 16, 32, 33, 300, 500):
-        tile = linear.tile_for(count, x.dtype, x.device, packing)
+        tile = linear.tile_for(count, x.dtype, x.device, packing, data.data_ptr())
         got = linear.linear(x[:count], data, packing=packing)
         assert torch.equal(got, want[:count]), (count, tile)
     if encoding is Encoding.AFFINE:  # int8 and int4

@@ -202,9 +202,10 @@ def generate(
         InvalidRequest: wrong shapes, a row with padding only, a parameter out of range.
     """
     llm = engine_of(model)
+    rows: PaddedRows | None = None
 
     def admit() -> list[Request]:  # its errors also fail the calls of other ranks
-        nonlocal pad_token_id
+        nonlocal pad_token_id, rows
         rows = PaddedRows.of(input_ids, attention_mask)
         _check_names(params)
         pad_token_id = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
@@ -216,7 +217,7 @@ def generate(
         results = llm.engine.admit_and_run(admit)
     completions = [result.outputs[0].token_ids for result in results]
     pad = llm.pad_token_id if pad_token_id is None else pad_token_id
-    rows = PaddedRows.of(input_ids, attention_mask)
+    assert rows is not None
     return rows.joined(completions, pad, device=input_ids.device)
 
 

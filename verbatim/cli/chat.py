@@ -84,6 +84,9 @@ def _turn(
         return messages
     sys.stdout.write("\n")
     sys.stdout.flush()
+    if result is None and not texts[0]:
+        note("(interrupted before the first token; this turn was dropped)")
+        return messages
     note(f"({_ended(result)}seed {params.seed})")
     return [*conversation, {"role": "assistant", "content": texts[0]}]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,9 +158,11 @@ def rollout(
     """
     begun: list[tuple[LLM, SamplingParams, int]] = []
 
+    opened = functools.cache(lambda: engine_of(model))  # once, also if it is closed meanwhile
+
     def admit() -> list[Request]:
         checked = _check_params(params, group_size, padding_side)
-        llm = engine_of(model)
+        llm = opened()
         choices = llm.engine.runner.choices
         pad = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
         record = record_routing
@@ -180,7 +183,7 @@ def rollout(
         begun.append((llm, checked, llm.pad_token_id if pad is None else pad))
         return requests
 
-    results = run_admitted(lambda: engine_of(model).engine, admit, process_group)
+    results = run_admitted(lambda: opened().engine, admit, process_group)
     return _lay_out(results, *begun[0], left=padding_side == "left")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from typing import Any
@@ -56,11 +57,13 @@ def score(
     """
     masks: list[Tensor] = []
 
+    opened = functools.cache(lambda: engine_of(model))  # once, also if it is closed meanwhile
+
     def admit() -> list[Request]:
         ids, mask = _flat(sequences, attention_mask)
         masks.append(mask.cpu())
         records = _records(sequences, mask, routing=routing, indices=indices)
-        llm = engine_of(model)
+        llm = opened()
         requests = []
         for row, row_mask in enumerate(mask):
             if row_mask.any():
@@ -69,7 +72,7 @@ def score(
                 requests.append(llm.engine.admission.admit(ids[row][row_mask].tolist(), params))
         return requests
 
-    results = run_admitted(lambda: engine_of(model).engine, admit, process_group)
+    results = run_admitted(lambda: opened().engine, admit, process_group)
     has_logprob = masks[0] & (masks[0].cumsum(dim=1) > 1)  # all but the first token of a row
     values = [value for result in results for value in (result.prompt_logprobs or [])[1:]]
     with torch.inference_mode(False), torch.no_grad():

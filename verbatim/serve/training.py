@@ -309,6 +309,8 @@ def training_routes(service: Service) -> APIRouter:
         written: int | None
         if kind.partition(";")[0].strip().lower() in _SAFETENSORS:
             written = await updates.take(raw, version, update)
+        elif version is not None or update is not None:
+            raise InvalidRequest("version and update in the query belong to a safetensors file")
         else:
             written = await updates.receive(parse_body(SendUpdate, raw))
         return Json({"status": "ok", "weight_version": written})

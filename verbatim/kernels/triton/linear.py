@@ -27,7 +27,14 @@ from verbatim.kernels.triton.numbers import (
     rounded,
     widened,
 )
-from verbatim.kernels.triton.packed import decode_tile, format_of, stride_of, table_of
+from verbatim.kernels.triton.packed import (
+    decode_tile,
+    format_of,
+    group_of,
+    stride_of,
+    table_of,
+    unpack,
+)
 
 
 class Tile(NamedTuple):
@@ -184,19 +191,30 @@ def linear(
     rows = x.reshape(-1, depth).contiguous()
     out = rows.new_empty((len(rows), num_columns), dtype=torch.float32 if float32 else x.dtype)
     if out.numel():
-        tile = tile_for(len(rows), x.dtype, x.device, packing)
+        tile = tile_for(len(rows), x.dtype, x.device, packing, weight.data_ptr())
         multiply(rows, weight, bias, out, tile, packing=packing)
     return out.view(*x.shape[:-1], num_columns)
 
 
 def tile_for(
-    num_rows: int, dtype: torch.dtype, device: torch.device, packing: WeightPacking | None = None
+    num_rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    packing: WeightPacking | None = None,
+    address: int = 0,
 ) -> Tile:
-    """Return the lowest tile for a number of rows, among those with the bits of the tallest."""
+    """Return the lowest tile for a number of rows, among those with the bits of the tallest.
+
+    Args:
+        address: of the bytes of a quantized matrix (`packing`).
+    """
     if dtype.itemsize > 2:
         return FLOAT32_TILE
-    tiles = TILES if packing is None else (LOW_PACKED_TILE, *TILES[1:])
-    form = None if packing is None else (packing.rows, packing.interleaved)
+    tiles, form = TILES, None
+    if packing is not None:
+        tiles, group = (LOW_PACKED_TILE, *TILES[1:]), group_of(packing.rows)
+        depth = max(1, 512 // group) * group + packing.depth % group
+        form = packing.rows, packing.interleaved, depth, address % 4
     equal = _equal_tiles(dtype, device, tiles, form)
     by_rows = (tile for tile, most in zip(tiles, _MAX_ROWS, strict=False) if num_rows <= most)
     return next((tile for tile in by_rows if tile in equal), tiles[-1])
@@ -207,32 +225,40 @@ def _equal_tiles(
     dtype: torch.dtype,
     device: torch.device,
     tiles: tuple[Tile, ...],
-    form: tuple[Packing, bool] | None = None,
+    form: tuple[Packing, bool, int, int] | None = None,
 ) -> frozenset[Tile]:
-    """Return the tiles that give the bits of the last one on a device, by a trial.
+    """Return the tiles that give the bits of the tallest one on a device, by a trial.
 
     Args:
-        form: format of a quantized matrix, and whether it is interleaved.
+        form: of a quantized matrix: its format, whether it is interleaved, its depth, and its address modulo
+            4, on which the compiled code depends. It must give the bits of the decoded matrix.
     """
-    noise = torch.Generator().manual_seed(0)
+    noise, depth = torch.Generator().manual_seed(0), 512 if form is None else form[2]
     float32: Any = {"generator": noise, "dtype": torch.float32}
 
     def numbers(count: int) -> Tensor:  # of many magnitudes, so that every rounding shows
-        exponents = torch.randint(-6, 7, (count, 512), generator=noise)
-        return (torch.randn(count, 512, **float32) * torch.exp2(exponents.float())).to(
+        exponents = torch.randint(-6, 7, (count, depth), generator=noise)
+        return (torch.randn(count, depth, **float32) * torch.exp2(exponents.float())).to(
             device, dtype
         )
 
-    x, weight, packing = numbers(40), numbers(96), None
-    if form is not None:  # these bytes are finite numbers from 2**-20 to 2**10 in every format
-        packing = WeightPacking((96, 512), dtype, form[0], interleaved=form[1])
-        weight = torch.randint(0x38, 0x41, (packing.nbytes,), generator=noise, dtype=torch.uint8)
-    outputs = [torch.empty(40, 96, dtype=torch.float32, device=device) for _ in tiles]
-    for tile, out in zip(tiles, outputs, strict=True):
-        multiply(x, weight.to(device), None, out, tile, packing=packing)
-    return frozenset(
-        tile for tile, out in zip(tiles, outputs, strict=True) if out.equal(outputs[-1])
-    )
+    x, packing = numbers(40), None
+    if form is None:
+        weight = decoded = numbers(96)
+    else:  # these bytes are finite numbers from 2**-20 to 2**10 in every format
+        packing = WeightPacking((96, depth), dtype, form[0], interleaved=form[1])
+        size = packing.nbytes + form[3]
+        weight = torch.randint(0x38, 0x41, (size,), generator=noise, dtype=torch.uint8)
+        weight = weight.to(device)[form[3] :]
+        decoded = unpack(weight, packing, torch.arange(96, device=device))
+    expected, out = torch.empty(2, 40, 96, dtype=torch.float32, device=device)
+    multiply(x, decoded, None, expected, TILES[-1])
+    equal = set()
+    for tile in tiles:
+        multiply(x, weight, None, out, tile, packing=packing)
+        if out.equal(expected):
+            equal.add(tile)
+    return frozenset(equal)
 
 
 def linear_by_expert(rows: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verbatim.kernels.packing import BLOCK, BLOCKS, TABLES, Encoding, WeightPacking
+from verbatim.kernels.packing import BLOCK, BLOCKS, TABLES, Encoding, Packing, WeightPacking
 from verbatim.kernels.triton.numbers import EXACT, helper, rounded
 
 _TILE = 128  # elements of a row that a program unpacks at once
@@ -33,7 +33,7 @@ def format_of(packing: WeightPacking, data: Tensor, tile: int) -> tuple[Any, ...
         interleaved, the alignment of heads, and whether all groups are full.
     """
     rows, block_bytes = packing.rows, BLOCKS.get(packing.rows.encoding, 0)
-    group = BLOCK if block_bytes else rows.group
+    group = group_of(rows)
     if packing.interleaved:
         places = [4]
     else:
@@ -48,6 +48,11 @@ def format_of(packing: WeightPacking, data: Tensor, tile: int) -> tuple[Any, ...
         math.gcd(4, data.data_ptr(), *places),
         packing.depth % group == 0,
     )
+
+
+def group_of(rows: Packing) -> int:
+    """Return the elements of a row between two that are stored alike."""
+    return BLOCK if rows.encoding in BLOCKS else rows.group
 
 
 def stride_of(packing: WeightPacking) -> int:

@@ -26,6 +26,7 @@ from verbatim.placement.distributed.wire import Message
 from verbatim.protocols import Runner
 
 _JOIN_S = 5.0
+_CONNECT_S = 1.0
 _T = TypeVar("_T")
 _ATTRIBUTES = (  # of a runner, needed for admission
     *("vocab_size", "block_size", "num_blocks", "num_states"),
@@ -115,15 +116,17 @@ class RankHost:
     ) -> None:
         self.machine = f"rank {rank}"
         self.address = address
-        self._key, self._share = key, share
+        self._key, self._share, self._killed = key, share, False
 
     def kill(self) -> None:
         """End the share of this rank; the process is the user's."""
         if self._share is not None:
             self._share.hang_up()
-        else:  # one that was never connected still waits; others are closed, or will see their connection end
+        elif not self._killed:
+            # One that was never connected still waits; others are closed, or will see their connection end.
+            self._killed = True
             with suppress(VerbatimError):
-                connect(self.address, self._key, {"role": "head"}, _JOIN_S).close()
+                connect(self.address, self._key, {"role": "head"}, _CONNECT_S).close()
 
 
 def describe_runner(runner: Runner) -> dict[str, Any]:
