@@ -252,9 +252,8 @@ def decode_tile(
     ALIGN: tl.constexpr = FORMAT[6]
     WHOLE: tl.constexpr = FORMAT[7]
     ALIGNED: tl.constexpr = WHOLE and not INTERLEAVED and ALIGN % 2 == 0 and SPAN * BITS % 16 == 0
-    PAIRS: tl.constexpr = ALIGNED and (
-        BITS == 8 or SPAN == GROUP
-    )  # codes are loaded two bytes at a time
+    # Codes are loaded two bytes at a time.
+    PAIRS: tl.constexpr = ALIGNED and (BITS == 8 or SPAN == GROUP)
     first = start + tl.arange(0, DEPTH // SPAN)[:, None, None] * SPAN
     at = tl.arange(0, SPAN)[None, :, None]
     head_mask = (first < depth) & (column < num_columns)[None, None, :]
