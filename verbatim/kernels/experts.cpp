@@ -306,7 +306,7 @@ void vb::run_mixture(const Mixture &m, const T *x, int64_t rows, Chosen chosen, 
     template void vb::run_sorted(const Experts &, const T *, const int64_t *, T *, int);           \
     template void vb::run_experts(const Experts &, const T *, int64_t, Chosen, int64_t, T *, int); \
     template void vb::run_mlp(const Matrix *, int, const Matrix &, int32_t, const T *, int64_t,    \
-                              const Adapted &, T *, int);                                                       \
+                              const Adapted &, T *, int);                                          \
     template void vb::run_mixture(const Mixture &, const T *, int64_t, Chosen, T *, int);
 INSTANCES(float)
 INSTANCES(bf16)

@@ -12,18 +12,20 @@ namespace {
 template <int R, int C, int CODE, int GROUP>
 static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16> &p,
                                       const uint8_t *const (&w)[C], const RowLayout &row,
-                                      int64_t next) {
+                                      const Stream &stream) {
     constexpr int BITS = bits_of(CODE), BYTES = bytes_of(CODE, GROUP);
     using OfGroups = std::conditional_t<in_blocks(CODE), BlockHeads<CODE>, Heads>;
     const __m512 numbers = _mm512_load_ps(row.numbers());
-    const int64_t split = row.bytes - AHEAD_BYTES, over = next + AHEAD_BYTES - row.bytes;
+    const auto ahead_of = [&](int64_t at) INLINE {
+        return at + AHEAD_BYTES + (at + AHEAD_BYTES < stream.end ? 0 : stream.jump);
+    };
     const bf16 *x = p.x;
     OfGroups heads[C];
     bool quick = true;
     int64_t at = 0;
     // Adds `count` groups, from the `i`th of `heads` on.
     const auto add = [&](auto count, int i) INLINE {
-        const int64_t ahead = at + (at < split ? AHEAD_BYTES : over);
+        const int64_t ahead = ahead_of(at);
         each<C>([&](auto c) INLINE {
             for (int b = 0; b < count * BYTES; b += 64) __builtin_prefetch(w[c] + ahead + b);
         });
@@ -56,7 +58,7 @@ static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16>
     if (!quick) return false;
     for (int c = 0; c < C; c++) {
         for (int64_t b = row.code_bytes; b < row.bytes; b += 64)
-            __builtin_prefetch(w[c] + b + over);
+            __builtin_prefetch(w[c] + ahead_of(b));
     }
     if constexpr (!in_blocks(CODE)) if (row.rest) {
         bf16 last[C][GROUP];
@@ -78,13 +80,13 @@ static NOINLINE bool packed_strip(const Place<bf16> &p, const uint8_t *weights,
                                   const RowLayout &layout, int64_t width, const char *after) {
     const RowLayout row = layout;
     bool all = true;
-    each_in_streams<C>(width, (const char *)weights, row.bytes, after,
-                       [&](Columns at, const char *first, int64_t apart, int64_t next) INLINE {
+    each_in_streams<C>(width, (const char *)weights, row.bytes, row.bytes, after,
+                       [&](Columns at, const char *first, int64_t apart, Stream stream) INLINE {
         const uint8_t *w[C];
         begins(w, (const uint8_t *)first, apart, at.count);
         Accumulators<R, C> acc;
         acc.clear();
-        all = all && packed_sums<R, C, CODE, GROUP>(acc, p, w, row, next);
+        all = all && packed_sums<R, C, CODE, GROUP>(acc, p, w, row, stream);
         if (all) finish_all(p, at, acc);
     });
     return all;

@@ -226,37 +226,43 @@ static NOINLINE void tiles(const Place<T> &p, const T *weights, int64_t stride, 
     }
 }
 
+// What a stream reads after a column has begun: `end` bytes, and then what is `jump` bytes further on.
+struct Stream {
+    int64_t end, jump;
+};
+
 // Processes C columns at a time, a C-th of the strip apart: C streams. Calls f with the columns, the address
-// of the first one's weights, the bytes from there to the next one's, and the bytes from each to what follows
-// in its stream: at the end, the strip at `after`.
+// of the first one's weights, the bytes from there to the next one's, and the rest of their streams, which
+// go on in the strip at `after`. A column has `bytes` bytes of weights, and the next begins `stride` further on.
 template <int C, typename F>
-static INLINE inline void each_in_streams(int64_t width, const char *first, int64_t stride,
+static INLINE inline void each_in_streams(int64_t width, const char *first, int64_t bytes, int64_t stride,
                                           const char *after, F f) {
     const int64_t apart = (width + C - 1) / C;
     int count = (int)((width + apart - 1) / apart);
     for (int64_t c = 0; c < apart; c++, first += stride) {
         if (c + (count - 1) * apart >= width) count--;
-        f(Columns{c, apart, count}, first, apart * stride,
-          c + 1 < apart || !after ? stride : after - first);
+        const int64_t left = bytes == stride ? apart - c : 1, end = (left - 1) * stride + bytes;
+        const char *next = c + left < apart || !after ? first + left * stride : after;
+        f(Columns{c, apart, count}, first, apart * stride, Stream{end, next - first - end});
     }
 }
 
-// Multiplies a strip from memory with interleaved rows, over all of K, each stream prefetched. Near the end
-// of a column, that means the next one.
+// Multiplies a strip from memory with interleaved rows, over all of K, each stream prefetched.
 template <int R, int C, typename T>
 static NOINLINE void lone_strip(const Place<T> &p, const T *weights, int64_t stride,
                                 int64_t width, const char *after) {
     const Input<T> *x = p.x;
     const int64_t depth = p.depth, size = sizeof(T);
-    const int64_t split = std::max<int64_t>(0, (depth - AHEAD_BYTES / size) / STEP<T> * STEP<T>);
-    each_in_streams<C>(width, (const char *)weights, stride * size, after,
-                       [&](Columns at, const char *first, int64_t apart, int64_t next) INLINE {
+    each_in_streams<C>(width, (const char *)weights, depth * size, stride * size, after,
+                       [&](Columns at, const char *first, int64_t apart, Stream stream) INLINE {
+        const int64_t near = std::max<int64_t>(0, stream.end - AHEAD_BYTES) / size;
+        const int64_t split = near < depth ? near / STEP<T> * STEP<T> : depth;
         const T *w[C];
         begins(w, (const T *)first, apart / size, at.count);
         Accumulators<R, C> acc;
         acc.clear();
         steps(acc, x, STEP<T>, R, w, 0, split, Ahead{AHEAD_BYTES});
-        steps(acc, x, STEP<T>, R, w, split, depth, Ahead{next + AHEAD_BYTES - depth * size});
+        steps(acc, x, STEP<T>, R, w, split, depth, Ahead{AHEAD_BYTES + stream.jump});
         finish_all(p, at, acc);
     });
 }
