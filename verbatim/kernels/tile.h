@@ -89,10 +89,11 @@ static INLINE inline void finish(const Place<T> &p, const Columns &at, f32x16 v,
         for (int i = WIDTH; i < 16; i++) b[i] = b[i - WIDTH];
         v += load(b);
     }
-    (p.out + row * p.out_stride + at.first).as_pointer([&](auto *out) INLINE {
+    const int64_t stride = p.out_stride;
+    (p.out + (row * stride + at.first)).as_pointer([&](auto *out) INLINE {
         std::remove_pointer_t<decltype(out)> lanes[16];
         store_all(lanes, v);
-        for (int r = 0; r < rows; r++, out += p.out_stride) {
+        for (int r = 0; r < rows; r++, out += stride) {
             if (at.apart == 1 && at.count == C)
                 std::memcpy(out, lanes + WIDTH * r, C * sizeof *lanes);
             else
