@@ -198,15 +198,23 @@ def test_pause_keeps_requests_and_resume_continues_them(served: Served) -> None:
 
 def test_pause_with_abort_ends_requests_with_reason_abort(served: Served) -> None:
     long = {"max_tokens": 1900, "ignore_eos": True}
+    bodies = {
+        "/v1/completions": BODY | long,
+        "/v1/chat/completions": CHAT | long,
+        "/v1/messages": CHAT | long,
+        "/v1/responses": {"input": "Hi", "max_output_tokens": 1900, "ignore_eos": True},
+    }
     answers = [
-        in_thread(lambda path=path, body=body: served.post(path, **body | long))
-        for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT))
+        in_thread(lambda path=path, body=body: served.post(path, **body)) for path, body in bodies.items()
     ]
-    until(lambda: served.llm.stats()["running"] == 2)
+    until(lambda: served.llm.stats()["running"] == len(bodies))
     served.client.post("/pause?mode=abort")
     served.client.post("/resume")
-    for answer in answers:
-        assert answer.result()["choices"][0]["finish_reason"] == "abort"
+    completion, chat, message, response = [answer.result() for answer in answers]
+    for answer in (completion, chat):
+        assert answer["choices"][0]["finish_reason"] == "abort"
+    assert message["stop_reason"] == "abort"
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "abort"})
 
 
 @pytest.fixture(scope="module")

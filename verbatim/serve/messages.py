@@ -222,9 +222,9 @@ class MessagesRequest(ConversationRequest[Messages]):
         }
 
     def _stop(self, output: Completion) -> tuple[str, str | None]:
-        """Return why the answer ended, and at which stop sequence."""
+        """Return why the answer ended, and at which stop sequence. "abort" extends Anthropic's reasons."""
         if output.finish_reason is not FinishReason.STOP:
-            return "max_tokens", None
+            return "abort" if output.finish_reason is FinishReason.ABORT else "max_tokens", None
         if isinstance(output.stop_reason, str):
             return "stop_sequence", output.stop_reason
         return "tool_use" if self.readers[0].num_calls else "end_turn", None

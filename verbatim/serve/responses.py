@@ -289,7 +289,9 @@ class ResponsesRequest(ConversationRequest[Responses]):
         body, params = self.body, self.params
         form = (body.text and body.text.format) or PlainFormat(type="text")
         output = None if result is None else result.outputs[0]
-        cut = output is not None and output.finish_reason is not FinishReason.STOP
+        cut = None  # "abort" extends OpenAI's reasons
+        if output is not None and output.finish_reason is not FinishReason.STOP:
+            cut = "abort" if output.finish_reason is FinishReason.ABORT else "max_output_tokens"
         status = "in_progress" if output is None else "incomplete" if cut else "completed"
         choice = body.tool_choice or "auto"
         return {
@@ -300,7 +302,7 @@ class ResponsesRequest(ConversationRequest[Responses]):
             "status": status,
             "background": False,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": cut} if cut else None,
             "frequency_penalty": params.frequency_penalty,
             "metadata": body.metadata or {},
             "model": self.model,
