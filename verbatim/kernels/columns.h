@@ -143,7 +143,7 @@ static void column_strip(const Place<T> &p, const T *w, int64_t stride, int64_t 
                 if (!next) return;
                 const char *row = next + (16 * i + sum) * rows * stride * (int64_t)sizeof(T);
                 for (int64_t r = 0; r < rows; r++, row += stride * sizeof(T))
-                    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(row + b, 0, 2);
+                    for (int64_t b = 0; b < bytes; b += 64) prefetch<true>(row + b);
             };
             const auto tile = [&](auto full) INLINE {
                 column_tile<R, full.value>(p, w + begin * stride + col, stride, col, n, begin, end,

@@ -140,7 +140,7 @@ static NOINLINE void integer_tile(const Codes &x, int64_t row, const CodeLayout 
                                   Lanes (*kept)[BLOCK_VECTORS]) {
     constexpr int C = BLOCK_VECTORS;
     const auto fetch = [](const char *at) INLINE {
-        if (COLD) each<C>([&](auto c) INLINE { __builtin_prefetch(at + AHEAD_BYTES + 64 * c); });
+        if (COLD) each<C>([&](auto c) INLINE { prefetch<(BITS == 8 || R > 1)>(at + AHEAD_BYTES + 64 * c); });
     };
     const int8_t *codes = x.codes + row * x.stride + begin * layout.group;
     const GroupHead *heads = x.heads + row * x.groups + begin;

@@ -208,8 +208,8 @@ static void panels(const Work<T> &work, const Strip &strip, int64_t row, int64_t
                     const auto go = [&](auto fetch) {
                         tiles<R, C>(p, weights, stride, group, group_end, begin, end, sums, fetch);
                     };
-                    if (ahead) go(Ahead{AHEAD_BYTES});
-                    else if (enough) go(Ahead{NEAR_BYTES});
+                    if (ahead) go(FromMemory{AHEAD_BYTES});
+                    else if (enough) go(FromL2{NEAR_BYTES});
                     else if (advance <= 64) go(Later<1>{later, advance, after_stride});
                     else if (advance <= 128) go(Later<2>{later, advance, after_stride});
                     else go(Later<4>{later, advance, after_stride});
@@ -273,7 +273,7 @@ static void few_rows_packed(const Work<bf16> &work, const Strip &strip, const ch
     of_height(work.rows, [&](auto r, auto cols) {
         constexpr int R = r.value, C = cols.value;
         tiles<R, places(C)>(p, numbers.data, spaced<bf16>(m.depth), 0, strip.width, 0, m.depth, nullptr,
-                            Ahead{NEAR_BYTES});
+                            FromL2{NEAR_BYTES});
     });
 }
 #else

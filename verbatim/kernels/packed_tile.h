@@ -27,7 +27,7 @@ static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16>
     const auto add = [&](auto count, int i) INLINE {
         const int64_t ahead = ahead_of(at);
         each<C>([&](auto c) INLINE {
-            for (int b = 0; b < count * BYTES; b += 64) __builtin_prefetch(w[c] + ahead + b);
+            for (int b = 0; b < count * BYTES; b += 64) prefetch<false>(w[c] + ahead + b);
         });
         each<count>([&](auto n) INLINE {
             Group<BITS, CODE, GROUP> groups[C];
@@ -58,7 +58,7 @@ static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16>
     if (!quick) return false;
     for (int c = 0; c < C; c++) {
         for (int64_t b = row.code_bytes; b < row.bytes; b += 64)
-            __builtin_prefetch(w[c] + ahead_of(b));
+            prefetch<false>(w[c] + ahead_of(b));
     }
     if constexpr (!in_blocks(CODE)) if (row.rest) {
         bf16 last[C][GROUP];

@@ -33,6 +33,10 @@ static inline f32x16 load(const float *p) {
     return v;
 }
 
+// Prefetches a cache line to the L2 or the L1 cache. L2 is better for lines from memory, as a core can wait
+// for more of them, unless the arithmetic takes longer than memory does.
+template <bool L2> static inline void prefetch(const void *p) { __builtin_prefetch(p, 0, L2 ? 2 : 3); }
+
 static inline void store(float *p, f32x16 v) { std::memcpy(p, &v, sizeof v); }
 
 static inline f32x16 widen(u16x16 bits) {

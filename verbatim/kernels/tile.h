@@ -136,7 +136,7 @@ constexpr int64_t NEAR_BYTES = 512;    // distance, for weights from the L2 cach
 // Prefetchers. `of(col)` is the one for a tile's columns; `beyond(next)` the one for their end, which fetches
 // `next` bytes further on, so that the next tile finds its first weights. `bytes` is the distance.
 
-// Fetches LINES cache lines a step, from `at` on, `column` bytes further for each column; each step advances
+// Fetches LINES cache lines of the next strip a step, from `at` on, `column` bytes further for each column; each step advances
 // by `advance` bytes, at most as many as it fetches.
 template <int LINES> struct Later {
     const char *at;
@@ -147,20 +147,22 @@ template <int LINES> struct Later {
     template <typename T, int C>
     INLINE inline void operator()(const T *const (&)[C], int64_t k) const {
         const char *now = at + k / STEP<T> * advance;
-        each<LINES>([&](auto i) INLINE { __builtin_prefetch(now + i * 64); });
+        each<LINES>([&](auto i) INLINE { prefetch<(LINES > 1)>(now + i * 64); });
     }
 };
 
-// Fetches each column's own weights, `bytes` ahead.
-struct Ahead {
+// Fetches each column's own weights, `bytes` ahead, from memory or from the L2 cache.
+template <bool MEMORY> struct Ahead {
     int64_t bytes;
     INLINE inline Ahead of(int64_t) const { return *this; }
     INLINE inline Ahead beyond(int64_t next) const { return {bytes + next}; }
     template <typename T, int C>
     INLINE inline void operator()(const T *const (&w)[C], int64_t k) const {
-        each<C>([&](auto c) INLINE { __builtin_prefetch((const char *)(w[c] + k) + bytes); });
+        each<C>([&](auto c) INLINE { prefetch<MEMORY>((const char *)(w[c] + k) + bytes); });
     }
 };
+using FromMemory = Ahead<true>;
+using FromL2 = Ahead<false>;
 
 // ---- tiles ----
 
@@ -262,8 +264,8 @@ static NOINLINE void lone_strip(const Place<T> &p, const T *weights, int64_t str
         begins(w, (const T *)first, apart / size, at.count);
         Accumulators<R, C> acc;
         acc.clear();
-        steps(acc, x, STEP<T>, R, w, 0, split, Ahead{AHEAD_BYTES});
-        steps(acc, x, STEP<T>, R, w, split, depth, Ahead{AHEAD_BYTES + stream.jump});
+        steps(acc, x, STEP<T>, R, w, 0, split, FromMemory{AHEAD_BYTES});
+        steps(acc, x, STEP<T>, R, w, split, depth, FromMemory{AHEAD_BYTES + stream.jump});
         finish_all(p, at, acc);
     });
 }
