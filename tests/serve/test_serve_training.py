@@ -205,7 +205,8 @@ def test_pause_with_abort_ends_requests_with_reason_abort(served: Served) -> Non
         "/v1/responses": {"input": "Hi", "max_output_tokens": 1900, "ignore_eos": True},
     }
     answers = [
-        in_thread(lambda path=path, body=body: served.post(path, **body)) for path, body in bodies.items()
+        in_thread(lambda path=path, body=body: served.post(path, **body))
+        for path, body in bodies.items()
     ]
     until(lambda: served.llm.stats()["running"] == len(bodies))
     served.client.post("/pause?mode=abort")
@@ -214,7 +215,10 @@ def test_pause_with_abort_ends_requests_with_reason_abort(served: Served) -> Non
     for answer in (completion, chat):
         assert answer["choices"][0]["finish_reason"] == "abort"
     assert message["stop_reason"] == "abort"
-    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "abort"})
+    assert (response["status"], response["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "abort"},
+    )
 
 
 @pytest.fixture(scope="module")

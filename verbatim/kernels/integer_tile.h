@@ -139,8 +139,9 @@ static NOINLINE void integer_tile(const Codes &x, int64_t row, const CodeLayout 
                                   const char *w, int64_t begin, int64_t end,
                                   Lanes (*kept)[BLOCK_VECTORS]) {
     constexpr int C = BLOCK_VECTORS;
+    constexpr bool L2 = TO_L2 && (BITS == 8 || R > 1);
     const auto fetch = [](const char *at) INLINE {
-        if (COLD) each<C>([&](auto c) INLINE { prefetch<(BITS == 8 || R > 1)>(at + AHEAD_BYTES + 64 * c); });
+        if (COLD) each<C>([&](auto c) INLINE { prefetch<L2>(at + AHEAD_BYTES + 64 * c); });
     };
     const int8_t *codes = x.codes + row * x.stride + begin * layout.group;
     const GroupHead *heads = x.heads + row * x.groups + begin;

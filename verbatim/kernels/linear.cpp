@@ -189,12 +189,14 @@ static void panels(const Work<T> &work, const Strip &strip, int64_t row, int64_t
     Lanes *kept = deep ? kept_deep.data : kept_here;
     const int64_t fetching = std::max<int64_t>(1, count - cold), steps = depth / STEP<T> + 1;
     const int64_t advance = std::max<int64_t>(64, 4 * after_stride / (fetching * steps) + 1);
+    // Panels that fetch one line a step go through memory in order; others fetch a part of each tile.
+    const int64_t cols = advance > 64 ? 4 : strip.width, column = advance > 64 ? after_stride : 16 * steps;
     const auto pass = [&](int64_t i, int64_t from, int64_t to) {
         const int64_t height = cut.at(i + 1) - cut.at(i);
         const Place<T> p = place(work, strip, cut.at(i), height);
         const bool ahead = cold && i == 0;
-        const int64_t fetched = (i - cold) * steps * advance;
-        const bool enough = !after || fetched >= 4 * after_stride || advance > 256;
+        const int64_t fetched = (i - cold) * cols * steps * advance / 4;
+        const bool enough = !after || fetched >= cols * after_stride || advance > 256;
         const char *later = after + fetched;
         for (int64_t g = 0; g < groups; g++) {
             const int64_t group = g * GROUP_COLS;
@@ -210,9 +212,9 @@ static void panels(const Work<T> &work, const Strip &strip, int64_t row, int64_t
                     };
                     if (ahead) go(FromMemory{AHEAD_BYTES});
                     else if (enough) go(FromL2{NEAR_BYTES});
-                    else if (advance <= 64) go(Later<1>{later, advance, after_stride});
-                    else if (advance <= 128) go(Later<2>{later, advance, after_stride});
-                    else go(Later<4>{later, advance, after_stride});
+                    else if (advance <= 64) go(Later<1>{later, advance, column});
+                    else if (advance <= 128) go(Later<2>{later, advance, column});
+                    else go(Later<4>{later, advance, column});
                 });
             }
         }

@@ -33,8 +33,14 @@ static inline f32x16 load(const float *p) {
     return v;
 }
 
-// Prefetches a cache line to the L2 or the L1 cache. L2 is better for lines from memory, as a core can wait
-// for more of them, unless the arithmetic takes longer than memory does.
+// Whether lines from memory are prefetched to the L2 instead of the L1 cache. A core can wait for more of
+// them there; L1 is better where the arithmetic takes longer than memory does.
+#if defined(__AVX512BF16__)
+constexpr bool TO_L2 = true;
+#else
+constexpr bool TO_L2 = false;
+#endif
+
 template <bool L2> static inline void prefetch(const void *p) { __builtin_prefetch(p, 0, L2 ? 2 : 3); }
 
 static inline void store(float *p, f32x16 v) { std::memcpy(p, &v, sizeof v); }

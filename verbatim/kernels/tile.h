@@ -136,8 +136,8 @@ constexpr int64_t NEAR_BYTES = 512;    // distance, for weights from the L2 cach
 // Prefetchers. `of(col)` is the one for a tile's columns; `beyond(next)` the one for their end, which fetches
 // `next` bytes further on, so that the next tile finds its first weights. `bytes` is the distance.
 
-// Fetches LINES cache lines of the next strip a step, from `at` on, `column` bytes further for each column; each step advances
-// by `advance` bytes, at most as many as it fetches.
+// Fetches LINES cache lines of the next strip a step, from `at` on, `column` bytes further for each column;
+// each step advances by `advance` bytes, at most as many as it fetches.
 template <int LINES> struct Later {
     const char *at;
     int64_t advance, column;
@@ -147,21 +147,21 @@ template <int LINES> struct Later {
     template <typename T, int C>
     INLINE inline void operator()(const T *const (&)[C], int64_t k) const {
         const char *now = at + k / STEP<T> * advance;
-        each<LINES>([&](auto i) INLINE { prefetch<(LINES > 1)>(now + i * 64); });
+        each<LINES>([&](auto i) INLINE { prefetch<(TO_L2 && LINES > 1)>(now + i * 64); });
     }
 };
 
 // Fetches each column's own weights, `bytes` ahead, from memory or from the L2 cache.
-template <bool MEMORY> struct Ahead {
+template <bool L2> struct Ahead {
     int64_t bytes;
     INLINE inline Ahead of(int64_t) const { return *this; }
     INLINE inline Ahead beyond(int64_t next) const { return {bytes + next}; }
     template <typename T, int C>
     INLINE inline void operator()(const T *const (&w)[C], int64_t k) const {
-        each<C>([&](auto c) INLINE { prefetch<MEMORY>((const char *)(w[c] + k) + bytes); });
+        each<C>([&](auto c) INLINE { prefetch<L2>((const char *)(w[c] + k) + bytes); });
     }
 };
-using FromMemory = Ahead<true>;
+using FromMemory = Ahead<TO_L2>;
 using FromL2 = Ahead<false>;
 
 // ---- tiles ----
@@ -236,7 +236,7 @@ struct Stream {
 
 // Processes C columns at a time, a C-th of the strip apart: C streams. Calls f with the columns, the address
 // of the first one's weights, the bytes from there to the next one's, and the rest of their streams, which
-// go on in the strip at `after`. A column has `bytes` bytes of weights, and the next begins `stride` further on.
+// go on in the strip at `after`. A column has `bytes` bytes of weights; the next begins `stride` bytes on.
 template <int C, typename F>
 static INLINE inline void each_in_streams(int64_t width, const char *first, int64_t bytes, int64_t stride,
                                           const char *after, F f) {
