@@ -16,7 +16,9 @@ from verbatim.api.llm import LLM
 from verbatim.api.opening import open_runner
 from verbatim.api.padded import PaddedRows
 from verbatim.common.checks import integer, optional_integer
-from verbatim.core import Request
+from verbatim.core import Request, Result
+from verbatim.engine.handle import EngineHandle
+from verbatim.engine.lockstep import run_together
 from verbatim.errors import (
     EngineClosed,
     InvalidRequest,
@@ -68,6 +70,24 @@ def engine_of(model: LLM | nn.Module) -> LLM:
         if engine is not opened:  # another thread was faster
             opened.close()
         return engine
+
+
+def run_admitted(
+    model: LLM | nn.Module, admit: Callable[[LLM], list[Request]], process_group: Any = None
+) -> list[Result]:
+    """Open `model` and run the requests that `admit` returns, on all ranks of `process_group` if given.
+
+    An error of `admit` also fails the other ranks' calls.
+    """
+    if process_group is None:
+        llm = engine_of(model)
+        return llm.engine.admit_and_run(lambda: admit(llm))
+
+    def begin() -> tuple[EngineHandle, list[Request]]:
+        llm = engine_of(model)
+        return llm.engine, admit(llm)
+
+    return run_together(begin, process_group)
 
 
 def has_known_layers(model: Any) -> bool:
@@ -201,22 +221,22 @@ def generate(
     Raises:
         InvalidRequest: wrong shapes, a row with padding only, a parameter out of range.
     """
-    llm = engine_of(model)
     rows: PaddedRows | None = None
+    pad = 0
 
-    def admit() -> list[Request]:  # its errors also fail the calls of other ranks
-        nonlocal pad_token_id, rows
+    def admit(llm: LLM) -> list[Request]:
+        nonlocal pad, rows
         rows = PaddedRows.of(input_ids, attention_mask)
         _check_names(params)
-        pad_token_id = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
+        given = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
+        pad = llm.pad_token_id if given is None else given
         seed = draw_seed() if params.get("seed") is None else params["seed"]
         settings = SamplingParams(max_tokens=max_new_tokens, **params | {"seed": seed})
         return llm._admit_rows(rows.rows(), settings)
 
     with on_cpu():
-        results = llm.engine.admit_and_run(admit)
+        results = run_admitted(model, admit)
     completions = [result.outputs[0].token_ids for result in results]
-    pad = llm.pad_token_id if pad_token_id is None else pad_token_id
     assert rows is not None
     return rows.joined(completions, pad, device=input_ids.device)
 

@@ -117,15 +117,6 @@ def run_together(
     return [request.result for request in requests if request.result is not None]
 
 
-def run_admitted(
-    engine: Callable[[], EngineHandle], admit: Callable[[], list[Request]], group: Any
-) -> list[Result]:
-    """Run the requests that `admit` returns: on all ranks of `group`, or if it is None, of `engine()`."""
-    if group is None:
-        return engine().admit_and_run(admit)
-    return run_together(lambda: (engine(), admit()), group)
-
-
 def _check_drafts(handle: EngineHandle) -> None:
     """Refuse proposers that run forwards of a live module: the number of forwards differs between ranks."""
     drafting = handle.drafting

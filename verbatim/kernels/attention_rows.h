@@ -103,12 +103,12 @@ constexpr int AHEAD = 40;  // rows between the one in use and the one that is pr
 template <class Rows> static INLINE void fetch(const char *const *rows, int width, int i) {
     constexpr int ELEMENTS = Rows::PAIRED ? 32 : 16;
     const int vectors = (width + ELEMENTS - 1) / ELEMENTS;
-    __builtin_prefetch(rows[AHEAD] + i * ((Rows::bytes(width) + vectors - 1) / vectors));
+    prefetch<false>(rows[AHEAD] + i * ((Rows::bytes(width) + vectors - 1) / vectors));
 }
 
 // Prefetches a whole row.
 static INLINE void fetch_row(const char *row, int bytes) {
-    for (int b = 0; b < bytes; b += 64) __builtin_prefetch(row + b);
+    for (int b = 0; b < bytes; b += 64) prefetch<false>(row + b);
 }
 
 // Interleave two rows of 32 bf16 within quarters: the first four of each quarter, or the last four.

@@ -77,7 +77,7 @@ static void transpose(T *out, int64_t out_stride, const T *w, int64_t stride, in
         const char *at = row < depth ? (const char *)w + row * stride_bytes
                                      : after + (row - depth) * stride_bytes;
         if (row < depth || after)
-            for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(at + b);
+            for (int64_t b = 0; b < bytes; b += 64) prefetch<false>(at + b);
     };
     for (int64_t k = 0; k < whole; k += DEPTH) {
         int64_t c = 0, ahead = k + AHEAD;

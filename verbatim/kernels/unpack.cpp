@@ -15,7 +15,7 @@ static void rows_of(T *out, const uint8_t *packed, const RowLayout &row, int64_t
     for (int64_t r = 0; r < rows; r++) {
         const uint8_t *codes = packed + r * row.bytes;
         unpack_row<CODE, GROUP>(out + r * row.depth, codes, row, [&](int64_t g) INLINE {
-            __builtin_prefetch(codes + row.bytes + g * bytes_of(CODE, GROUP));
+            prefetch<false>(codes + row.bytes + g * bytes_of(CODE, GROUP));
         });
     }
 }

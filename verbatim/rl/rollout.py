@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +12,10 @@ from torch import Tensor, nn
 
 from verbatim.api.llm import LLM
 from verbatim.api.padded import PaddedRows, fill
-from verbatim.api.tensors import draw_seed, engine_of
+from verbatim.api.tensors import draw_seed, run_admitted
 from verbatim.common.checks import integer, optional_integer, switch
 from verbatim.core import FinishReason, Request, Result
 from verbatim.engine.admission import as_prompts
-from verbatim.engine.lockstep import run_admitted
 from verbatim.errors import InvalidRequest
 from verbatim.options import rank_of
 from verbatim.params import SamplingParams
@@ -158,11 +156,8 @@ def rollout(
     """
     begun: list[tuple[LLM, SamplingParams, int]] = []
 
-    opened = functools.cache(lambda: engine_of(model))  # once, also if it is closed meanwhile
-
-    def admit() -> list[Request]:
+    def admit(llm: LLM) -> list[Request]:
         checked = _check_params(params, group_size, padding_side)
-        llm = opened()
         choices = llm.engine.runner.choices
         pad = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
         record = record_routing
@@ -183,7 +178,7 @@ def rollout(
         begun.append((llm, checked, llm.pad_token_id if pad is None else pad))
         return requests
 
-    results = run_admitted(lambda: opened().engine, admit, process_group)
+    results = run_admitted(model, admit, process_group)
     return _lay_out(results, *begun[0], left=padding_side == "left")
 
 

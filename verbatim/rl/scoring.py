@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from typing import Any
@@ -13,10 +12,9 @@ from torch.nn import functional as F
 
 from verbatim.api.llm import LLM
 from verbatim.api.padded import check_padded, fill
-from verbatim.api.tensors import engine_of
+from verbatim.api.tensors import run_admitted
 from verbatim.common.checks import number, optional_integer
 from verbatim.core import Request
-from verbatim.engine.lockstep import run_admitted
 from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
 from verbatim.placement.kv_caches import takes_kv_caches
@@ -57,13 +55,10 @@ def score(
     """
     masks: list[Tensor] = []
 
-    opened = functools.cache(lambda: engine_of(model))  # once, also if it is closed meanwhile
-
-    def admit() -> list[Request]:
+    def admit(llm: LLM) -> list[Request]:
         ids, mask = _flat(sequences, attention_mask)
         masks.append(mask.cpu())
         records = _records(sequences, mask, routing=routing, indices=indices)
-        llm = opened()
         requests = []
         for row, row_mask in enumerate(mask):
             if row_mask.any():
@@ -72,7 +67,7 @@ def score(
                 requests.append(llm.engine.admission.admit(ids[row][row_mask].tolist(), params))
         return requests
 
-    results = run_admitted(lambda: opened().engine, admit, process_group)
+    results = run_admitted(model, admit, process_group)
     has_logprob = masks[0] & (masks[0].cumsum(dim=1) > 1)  # all but the first token of a row
     values = [value for result in results for value in (result.prompt_logprobs or [])[1:]]
     with torch.inference_mode(False), torch.no_grad():
