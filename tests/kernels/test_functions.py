@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from verbatim import kernels
+from verbatim.errors import NotSupported
 from verbatim.kernels import functions
+from verbatim.kernels.functions import in_team
+from verbatim.model.products import linear
 
 SOURCES = Path(__file__).parents[2] / "verbatim" / "kernels"  # not in an installed package
 LETTERS = {"int64_t": "L", "int": "I", "uint64_t": "Q", "uint32_t": "U", "float": "F"}
@@ -45,3 +51,33 @@ def test_every_library_has_every_function(name: str) -> None:
     library = kernels.load(name)
     for function in functions._ARGUMENTS:
         assert any(hasattr(library, function + end) for end in ("", "_f32")), function
+
+
+@pytest.mark.skipif(
+    kernels.library() is None, reason="there are no kernels to run on several threads"
+)
+def test_team_runs_kernels_and_passes_on_results_and_errors() -> None:
+    x, weight = torch.randn(2, 2048), torch.randn(1024, 2048)
+    torch.set_num_threads(1)
+    expected = linear(x, weight)
+    torch.set_num_threads(2)
+
+    def work() -> list[torch.Tensor]:
+        large = torch.ones(1 << 18).exp().sum()  # torch would share it among threads of its own
+        return [linear(x, weight), in_team(lambda: linear(x, weight)), large]
+
+    def fail(error: BaseException) -> None:
+        linear(x, weight)
+        raise error
+
+    for _ in range(20):
+        once, twice, _ = in_team(work)
+        assert torch.equal(once, expected) and torch.equal(twice, expected)
+        assert torch.equal(linear(x, weight), expected)
+    for error in NotSupported("this"), KeyboardInterrupt(), SystemExit(3):
+        with pytest.raises(type(error)) as raised:
+            in_team(partial(fail, error))
+        assert raised.value is error
+    with ThreadPoolExecutor(3) as pool:
+        for once, _, _ in pool.map(lambda _: in_team(work), range(30)):
+            assert torch.equal(once, expected)

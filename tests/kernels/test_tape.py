@@ -17,7 +17,8 @@ from support.sweep import build
 from support.toys import make_toy, random_ids
 from verbatim import LLM, PipelineParallel, SamplingParams
 from verbatim.errors import NotSupported
-from verbatim.kernels.functions import has_kernels
+from verbatim.kernels.functions import has_kernels, in_team
+from verbatim.model import decoder
 from verbatim.placement import resident, tape
 from verbatim.placement.recorded import ON_CPU
 from verbatim.protocols import Forward
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.skipif(
 
 # Recurrent states beside attention; a mixer without kernels; layers with fused parts; experts; a forward
 # that reads numbers from constant tensors; indexers, which choose keys for each row, blocks of keys for each
-# group of heads, or records; a model that would search its ids for padding.
+# group of heads, or records; a model that would search its ids for padding; constant masks; a recurrence
+# without kernels.
 INDEXED = ["deepseek_v32", "minimax_m3_vl_text", "deepseek_v4"]
 NAMES = [
     "zaya",
@@ -39,6 +41,8 @@ NAMES = [
     "jamba",
     "gemma3n_text",
     "openai-gpt",
+    "xmod",
+    "xlstm",
 ]
 NAMES += INDEXED
 LONG = SamplingParams(max_tokens=24, temperature=1.0, seed=4, ignore_eos=True)
@@ -211,6 +215,22 @@ def test_steps_that_depend_on_tensor_values_or_randomness_are_not_recorded(
         llm.engine.runner.decoder.record_steps(lambda _: steps)  # type: ignore[attr-defined]
         assert all_facts(llm.generate([random_ids(5, 1)], LONG)) == expected
         assert said in str(llm.info()["recorded_steps"])
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("name", ["mamba2", "jetmoe"])
+def test_steps_on_two_threads_give_the_same_bits(
+    name: str, recorded: bool, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With layers in pieces, the threads are a team for the whole step."""
+    prompts, params = mixed_requests(7)
+    expected = plainly(saved(name), prompts, params, num_threads=1)
+    in_teams = []
+    monkeypatch.setattr(decoder, "in_team", lambda work: in_teams.append(1) or in_team(work))
+    monkeypatch.setenv("VERBATIM_RECORDED_STEPS", str(int(recorded)))
+    with LLM(saved(name), max_length=200, num_threads=2) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected
+    assert in_teams
 
 
 def test_unrepeatable_step_is_detected() -> None:

@@ -49,6 +49,7 @@ _ARGUMENTS = {
     "vb_support": "PLPPP",
     "vb_unpack_rows": "PPLLIII",
     "vb_weighted_mean": "PPPPPPPPPPLLLI",
+    "vb_with_team": "P",
     "vb_write_kv": "PPPPPLLLLLLLLL",
 }
 # Functions without torch's number of threads as their last argument.
@@ -63,6 +64,7 @@ _TYPES = {
     "F": ctypes.c_float,
 }
 
+_T = TypeVar("_T")
 _Struct = TypeVar("_Struct", bound=type[ctypes.Structure])
 _structs: dict[str, type[ctypes.Structure]] = {}  # by the name of the class
 _sizes: dict[str, int] = {}  # by the name in `vb_{name}_size()`
@@ -149,6 +151,34 @@ def kernel(name: str, dtype: torch.dtype | None = None) -> Callable[..., Any] | 
 def run(name: str, dtype: torch.dtype | None, *arguments: Any) -> Any:
     """Call an existing compiled function, or its variant for `dtype`; the thread count is added."""
     return _bind(kernels.library(), name, dtype)(*arguments)
+
+
+_NO_ARGUMENTS = ctypes.CFUNCTYPE(None)
+
+
+def in_team(work: Callable[[], _T]) -> _T:
+    """Call `work`; the threads of the kernels that it calls stay awake in between.
+
+    Otherwise they sleep after each call, and beside another program it takes a time slice to wake them. As
+    torch then has the calling thread alone, it is slower for `work` with large operations of torch.
+    """
+    if torch.get_num_threads() == 1:
+        return work()
+    results: list[_T] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    run("vb_with_team", None, _NO_ARGUMENTS(call))
+    if errors:
+        raise errors.pop()
+    if not results:  # Ctrl-C before `try`
+        raise KeyboardInterrupt
+    return results.pop()
 
 
 @functools.cache

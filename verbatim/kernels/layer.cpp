@@ -895,6 +895,10 @@ extern "C" void vb_chain(const Model *m, const Entry *e, const Rows *rows, void 
     else run();
 }
 
+// Calls `work`, with a team for the kernels that it calls.
+using Work = void();
+extern "C" void vb_with_team(Work *work, int threads) { with_team(threads, work); }
+
 // Sizes of the structs, to check declarations in other languages.
 extern "C" int64_t vb_layer_size() { return sizeof(Layer); }
 extern "C" int64_t vb_delta_size() { return sizeof(DeltaRule); }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verbatim import kernels
-from verbatim.kernels.functions import SUFFIX, addresses, has_kernels, run
+from verbatim.kernels.functions import SUFFIX, addresses, has_kernels, recorded_whole, run
 from verbatim.kv.states import StateRows
 
 
@@ -133,6 +133,7 @@ def _linear_step(
 Step = Callable[..., tuple[Tensor, Tensor]]
 
 
+@recorded_whole
 @kernels.without_overrides
 def scan(step: Step, rows: Sequence[Tensor], state: Tensor, at: StateRows) -> Tensor:
     """Compute any recurrence, one row of every sequence at a time, in torch.
@@ -147,7 +148,9 @@ def scan(step: Step, rows: Sequence[Tensor], state: Tensor, at: StateRows) -> Te
         The outputs `[T, ...]`.
     """
     lengths, current = at.query_starts.diff(), state[at.sources]
-    targets = at.query_starts.new_full((len(rows[0]),), -1)
+    targets = at.query_starts.new_full(
+        (len(rows[0]) + 1,), -1
+    )  # padding refers to the row after the last
     targets[at.rows] = at.targets
     order, outputs = [], []
     for i in range(int(lengths.max())):

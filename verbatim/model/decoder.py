@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from verbatim.batch import Adapter, Batch, SampleRow
 from verbatim.errors import EngineClosed, ModelChanged, NotSupported, first_line
+from verbatim.kernels.functions import has_kernels, in_team
 from verbatim.kv.flat import HiddenStore
 from verbatim.kv.store import KVStore
 from verbatim.model.context import ForwardContext, activate, head_of, hidden_rows, record_values
@@ -33,6 +34,7 @@ from verbatim.model.whole import ModelPart
 from verbatim.protocols import Forward
 
 _TRIAL_TOKENS = 8  # tokens of a trial forward
+_TEAM_ROWS = 16  # maximum rows of a step with a team: torch's operations on them are small
 
 _INSPECTED = ("transformers.", "torch.", "verbatim.")  # packages with models that the tests cover
 
@@ -289,43 +291,58 @@ class Decoder:
         Raises:
             NotSupported: the batch requires hidden states or forced choices, which the model can't provide.
         """
+        work = partial(self._run, batch, store, records, body, hooks=hooks)
+        in_pieces = not self.runs_whole and self._order is None
         with exclusive:
-            if self.steps is not None:
-                recorded_output = self.steps.run(self, batch, store, records, body)
-                if recorded_output is not None:
-                    return recorded_output
-            self.refresh()
-            spec = self.spec
-            if batch.forced_experts is not None:
-                spec.routed.check_replay("its routing can't be replayed")
-            if batch.forced_keys is not None:
-                spec.indexed.check_replay("its indices can't be replayed")
-            if batch.wants_hidden and spec.hidden_reason is not None:
-                raise NotSupported(f"no hidden states: {spec.hidden_reason}")
-            routing = records.get("routing")
-            indices = records.get("indices") if batch.records_keys else None
-            for record in (routing, indices):
-                if record is not None:
-                    record.copy_blocks(batch.block_copies)
-            store.copy_blocks(batch.block_copies)
-            batches = [batch] if self._order is None else self._order.cut(batch)
-            with store.stores_for(batches) as stores:
-                contexts = [
-                    FlatContext(
-                        self.spec.slots,
-                        part,
-                        part_store,
-                        _routing(self.spec, part, part_store.device),
-                        indices=indices,
-                    )
-                    for part, part_store in zip(batches, stores, strict=True)
-                ]
-                output = self._forward(self.raw_module, contexts, body=body, hooks=hooks)
-            if routing is not None:
-                for context in contexts:
-                    assert context.routing is not None
-                    routing.write(context.rows, context.routing.record())
-            return output
+            if in_pieces and batch.num_tokens <= _TEAM_ROWS and has_kernels(store.device):
+                return in_team(work)
+            return work()
+
+    def _run(
+        self,
+        batch: Batch,
+        store: KVStore,
+        records: Records,
+        body: HiddenStore | None,
+        *,
+        hooks: bool,
+    ) -> Forward:
+        if self.steps is not None:
+            recorded_output = self.steps.run(self, batch, store, records, body)
+            if recorded_output is not None:
+                return recorded_output
+        self.refresh()
+        spec = self.spec
+        if batch.forced_experts is not None:
+            spec.routed.check_replay("its routing can't be replayed")
+        if batch.forced_keys is not None:
+            spec.indexed.check_replay("its indices can't be replayed")
+        if batch.wants_hidden and spec.hidden_reason is not None:
+            raise NotSupported(f"no hidden states: {spec.hidden_reason}")
+        routing = records.get("routing")
+        indices = records.get("indices") if batch.records_keys else None
+        for record in (routing, indices):
+            if record is not None:
+                record.copy_blocks(batch.block_copies)
+        store.copy_blocks(batch.block_copies)
+        batches = [batch] if self._order is None else self._order.cut(batch)
+        with store.stores_for(batches) as stores:
+            contexts = [
+                FlatContext(
+                    self.spec.slots,
+                    part,
+                    part_store,
+                    _routing(self.spec, part, part_store.device),
+                    indices=indices,
+                )
+                for part, part_store in zip(batches, stores, strict=True)
+            ]
+            output = self._forward(self.raw_module, contexts, body=body, hooks=hooks)
+        if routing is not None:
+            for context in contexts:
+                assert context.routing is not None
+                routing.write(context.rows, context.routing.record())
+        return output
 
     def chain(
         self,

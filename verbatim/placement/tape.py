@@ -32,6 +32,7 @@ _UNSTABLE = {
 _READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 _WITHOUT_VALUES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _COPIES = {_aten._to_copy.default, _aten.clone.default}
+_INTEGERS = {torch.int32, torch.int64}
 _IMPLIED_BY_OUT = {"dtype", "layout", "device", "pin_memory"}
 
 # A recorded call: the function, its arguments and its keyword arguments.
@@ -107,7 +108,7 @@ class _Tape(TorchDispatchMode):
         inputs = _storages(_tensors((args, kwargs)))
         is_constant = inputs <= self._constant
         reads_constants = bool(inputs) and is_constant  # a random generator has no input tensors
-        is_stable = _UNSTABLE.isdisjoint(func.tags) or _is_gather(func, args)
+        is_stable = _UNSTABLE.isdisjoint(func.tags) or self._is_gather(func, args)
         if not (is_stable or reads_constants):
             raise NotSupported(f"{func} depends on the values of tensors")
         result = func(*args, **kwargs)
@@ -129,16 +130,16 @@ class _Tape(TorchDispatchMode):
                 self.calls.append(_call_into(outputs, func, args, kwargs))
         return result
 
+    def _is_gather(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Return whether an operation indexes by integers or constants, so that its shape is constant."""
+        if func is not _aten.index.Tensor:
+            return False
+        given = [x for x in args[1] if x is not None]
+        return all(x.dtype in _INTEGERS for x in given) or _storages(given) <= self._constant
+
 
 def _storages(tensors: list[Tensor]) -> set[int]:
     return {x.untyped_storage()._cdata for x in tensors}
-
-
-def _is_gather(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether an operation indexes by integers: its output shape does not depend on values."""
-    if func is not _aten.index.Tensor:
-        return False
-    return all(x is None or x.dtype in (torch.int32, torch.int64) for x in args[1])
 
 
 def _call_into(
