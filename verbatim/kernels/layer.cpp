@@ -815,21 +815,23 @@ extern "C" void vb_layer_after(const Layer *l, const void *hidden, void *attende
     after(*l, hidden, attended, rows, {}, Record{chosen, forced, stride}, out, normed, threads);
 }
 
-// Whether any product of the model is large enough for several threads. An idle team takes processors from
-// other programs, and it costs an OpenMP barrier at its beginning and end.
+// Whether a product with matrices side by side is large enough for several threads. An idle team takes
+// processors from other programs, and it costs an OpenMP barrier at its beginning and end.
+static bool is_shared(const Matrix *matrices, int count, int64_t rows, int threads) {
+    int64_t numbers = 0;
+    for (int i = 0; i < count; i++) numbers += matrices[i].cols * matrices[i].depth;
+    return threads_for(rows * numbers, numbers, threads) > 1;
+}
+
+static bool shares_products(const Layer &l, int64_t rows, int threads) {
+    return l.mixture || is_shared(l.inputs, l.num_inputs, rows, threads) ||
+           is_shared(&l.output, 1, rows, threads) || is_shared(l.gates, l.num_gates, rows, threads) ||
+           is_shared(&l.down, 1, rows, threads);
+}
+
 static bool shares_products(const Model &m, int64_t rows, int64_t logit_rows, int threads) {
-    const auto shared = [&](const Matrix *matrices, int count, int64_t rows) {
-        int64_t numbers = 0;
-        for (int i = 0; i < count; i++) numbers += matrices[i].cols * matrices[i].depth;
-        return threads_for(rows * numbers, numbers, threads) > 1;
-    };
-    for (int64_t i = 0; i < m.count; i++) {
-        const Layer &l = *m.layers[i];
-        if (l.mixture || shared(l.inputs, l.num_inputs, rows) || shared(&l.output, 1, rows) ||
-            shared(l.gates, l.num_gates, rows) || shared(&l.down, 1, rows))
-            return true;
-    }
-    return shared(&m.head, 1, logit_rows);
+    const auto shares = [=](const Layer *l) { return shares_products(*l, rows, threads); };
+    return std::any_of(m.layers, m.layers + m.count, shares) || is_shared(&m.head, 1, logit_rows, threads);
 }
 
 // Runs a whole layer.
@@ -837,8 +839,12 @@ extern "C" void vb_layer(const Layer *l, const Rows *rows, void *k_store, void *
                          const void *hidden, const void *cos, const void *sin, int64_t angles,
                          int angles_f32, int16_t *chosen, const int16_t *forced, int64_t stride,
                          void *out, void *normed, int threads) {
-    whole(*l, *rows, k_store, v_store, hidden, Angles{cos, sin, angles, nullptr, angles_f32},
-          {chosen, forced, stride}, out, normed, threads);
+    const auto run = [&] {
+        whole(*l, *rows, k_store, v_store, hidden, Angles{cos, sin, angles, nullptr, angles_f32},
+              {chosen, forced, stride}, out, normed, threads);
+    };
+    if (shares_products(*l, rows->count, threads)) with_team(threads, run);
+    else run();
 }
 
 // Runs the whole model on the embeddings hidden[rows, hidden], which it overwrites: computes normed [count,
