@@ -159,25 +159,28 @@ _NO_ARGUMENTS = ctypes.CFUNCTYPE(None)
 def in_team(work: Callable[[], _T]) -> _T:
     """Call `work`; the threads of the kernels that it calls stay awake in between.
 
-    Otherwise they sleep after each call, and beside another program it takes a time slice to wake them. As
-    torch then has the calling thread alone, it is slower for `work` with large operations of torch.
+    Otherwise they sleep after each call, and while another program uses the processors, waking them takes a
+    time slice. Torch's own operations run on the calling thread alone, so `work` with large ones gets slower.
     """
     if torch.get_num_threads() == 1:
         return work()
     results: list[_T] = []
     errors: list[BaseException] = []
 
-    def call() -> None:
+    def calls() -> Iterator[None]:
         try:
+            yield
             results.append(work())
         except BaseException as error:
             errors.append(error)
+        yield
 
-    run("vb_with_team", None, _NO_ARGUMENTS(call))
+    # A generator within its `try`: an exception of a signal handler could reach a function before it.
+    started = calls()
+    next(started)
+    run("vb_with_team", None, _NO_ARGUMENTS(started.__next__))
     if errors:
         raise errors.pop()
-    if not results:  # Ctrl-C before `try`
-        raise KeyboardInterrupt
     return results.pop()
 
 

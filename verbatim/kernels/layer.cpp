@@ -815,14 +815,15 @@ extern "C" void vb_layer_after(const Layer *l, const void *hidden, void *attende
     after(*l, hidden, attended, rows, {}, Record{chosen, forced, stride}, out, normed, threads);
 }
 
-// Whether a product with matrices side by side is large enough for several threads. An idle team takes
-// processors from other programs, and it costs an OpenMP barrier at its beginning and end.
+// Whether a product with all of `matrices` is large enough for several threads.
 static bool is_shared(const Matrix *matrices, int count, int64_t rows, int threads) {
     int64_t numbers = 0;
     for (int i = 0; i < count; i++) numbers += matrices[i].cols * matrices[i].depth;
     return threads_for(rows * numbers, numbers, threads) > 1;
 }
 
+// Whether any product of a layer or a model is. An idle team takes processors from other programs, and it
+// costs an OpenMP barrier at its beginning and end.
 static bool shares_products(const Layer &l, int64_t rows, int threads) {
     return l.mixture || is_shared(l.inputs, l.num_inputs, rows, threads) ||
            is_shared(&l.output, 1, rows, threads) || is_shared(l.gates, l.num_gates, rows, threads) ||

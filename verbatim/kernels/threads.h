@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <omp.h>
 #include <thread>
@@ -26,13 +27,13 @@ class Team {
         left.store(size - 1, std::memory_order_relaxed);
         round.fetch_add(1, std::memory_order_release);
         for (int t = 0; t < threads; t += size) f(t);
-        wait([&] { return left.load(std::memory_order_acquire) == 0; });
+        wait<false>([&] { return left.load(std::memory_order_acquire) == 0; });
     }
 
     // The loop of the other members until `dismiss`.
     void serve(int thread) {
         for (uint32_t seen = 0;; seen++) {
-            wait([&] { return round.load(std::memory_order_acquire) != seen; });
+            wait<true>([&] { return round.load(std::memory_order_acquire) != seen; });
             if (!call) return;
             for (int t = thread; t < count; t += size) call(context, t);
             left.fetch_sub(1, std::memory_order_release);
@@ -55,11 +56,13 @@ class Team {
     const int size;
 
   private:
-    // Pieces follow one another within microseconds; otherwise, another program may need the processor.
-    template <typename Done> static void wait(Done done) {
+    // Pieces follow one another within microseconds; otherwise, another program may need the processor. After
+    // some milliseconds, the caller is busy with something else, such as a hook.
+    template <bool SLEEPS, typename Done> static void wait(Done done) {
         for (int i = 0; !done(); i++) {
-            if (i > 2000) std::this_thread::yield();
-            else pause();
+            if (i < 2000) pause();
+            else if (!SLEEPS || i < 10000) std::this_thread::yield();
+            else std::this_thread::sleep_for(std::chrono::microseconds(50));
         }
     }
     void (*call)(void *, int) = nullptr;

@@ -148,9 +148,8 @@ def scan(step: Step, rows: Sequence[Tensor], state: Tensor, at: StateRows) -> Te
         The outputs `[T, ...]`.
     """
     lengths, current = at.query_starts.diff(), state[at.sources]
-    targets = at.query_starts.new_full(
-        (len(rows[0]) + 1,), -1
-    )  # padding refers to the row after the last
+    # One more than there are rows: states that a recorded step must not write have its number.
+    targets = at.query_starts.new_full((len(rows[0]) + 1,), -1)
     targets[at.rows] = at.targets
     order, outputs = [], []
     for i in range(int(lengths.max())):

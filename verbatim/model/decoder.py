@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from verbatim.batch import Adapter, Batch, SampleRow
 from verbatim.errors import EngineClosed, ModelChanged, NotSupported, first_line
-from verbatim.kernels.functions import has_kernels, in_team
+from verbatim.kernels.functions import SUFFIX, has_kernels, in_team
 from verbatim.kv.flat import HiddenStore
 from verbatim.kv.store import KVStore
 from verbatim.model.context import ForwardContext, activate, head_of, hidden_rows, record_values
@@ -27,6 +27,7 @@ from verbatim.model.fused import FusedLayers
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.lora import Adapters
 from verbatim.model.patching import exclusive, patched, replaced_forwards, without_torch_modes
+from verbatim.model.quantized import weights_of
 from verbatim.model.routing import Records, Routing
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.trial import inspect_model
@@ -34,7 +35,10 @@ from verbatim.model.whole import ModelPart
 from verbatim.protocols import Forward
 
 _TRIAL_TOKENS = 8  # tokens of a trial forward
-_TEAM_ROWS = 16  # maximum rows of a step with a team: torch's operations on them are small
+_TEAM_ROWS = 16  # with more, torch's own operations are large enough to need several threads
+_TEAM_NUMBERS = (
+    2**18
+)  # of a weight whose product with so many rows runs on several threads (threads.h)
 
 _INSPECTED = ("transformers.", "torch.", "verbatim.")  # packages with models that the tests cover
 
@@ -102,6 +106,7 @@ class Decoder:
     """
 
     steps: Steps | None = None
+    _wants_team = False  # for short steps: kernels run some, but not all of it
 
     def __init__(
         self,
@@ -165,6 +170,13 @@ class Decoder:
         self._unfused = list(self._forwards)
         self._layers = FusedLayers(
             module, self.spec, self._forwards, self._part, enabled=self._fuse
+        )
+        # Not while weights are read: the team's threads would take processors from the readers.
+        self._wants_team = (
+            self._order is None
+            and not (self.runs_whole or self._layers.has_gates)
+            and self.spec.dtype in SUFFIX
+            and any(weight.numel() >= _TEAM_NUMBERS for weight in weights_of(module))
         )
         # The override must cover the whole forward in three cases: micro-batches alternate within a forward
         # and share the thread's override; foreign code may have branches that inspection did not run; a
@@ -269,7 +281,7 @@ class Decoder:
         """Drop the references to the module."""
         self._module = lambda: None
         self.adapters, self.steps = Adapters(self.spec.dtype), None
-        for name in ("_tree", "_forwards", "_unfused", "_layers"):
+        for name in ("_tree", "_forwards", "_unfused", "_layers", "_wants_team"):
             vars(self).pop(name, None)
 
     def run(
@@ -292,11 +304,9 @@ class Decoder:
             NotSupported: the batch requires hidden states or forced choices, which the model can't provide.
         """
         work = partial(self._run, batch, store, records, body, hooks=hooks)
-        in_pieces = not self.runs_whole and self._order is None
         with exclusive:
-            if in_pieces and batch.num_tokens <= _TEAM_ROWS and has_kernels(store.device):
-                return in_team(work)
-            return work()
+            few = self._wants_team and batch.num_tokens <= _TEAM_ROWS
+            return in_team(work) if few and has_kernels(store.device) else work()
 
     def _run(
         self,

@@ -65,7 +65,7 @@ class FusedLayers:
         self.whole: WholeModel | None = None
         self._whole_fits = False  # result of the last check
         self._why_not_whole = "not all of its layers are fused"
-        self._has_gates = False  # True: weights are in memory only while their gate is open
+        self.has_gates = False  # True: weights are in memory only while their gate is open
         self._num_parts = 0
         self._plain: collections.Counter[str] = collections.Counter()
         self._snapshot: Fingerprint | None = None
@@ -81,7 +81,7 @@ class FusedLayers:
         plain = {id(fields): forward for fields, forward in forwards}
         gates = {id(part.__dict__): gate for part in module.modules() if (gate := gate_of(part))}
         plain |= {fields: gate.forward for fields, gate in gates.items()}
-        self._has_gates = bool(gates)
+        self.has_gates = bool(gates)
         layers = _layers_of(module, spec)
         parts = [] if on_gpu else _parts_of(layers)
         for number, (layer, attention) in enumerate([*parts, *layers]):
@@ -119,7 +119,7 @@ class FusedLayers:
                 self._plain[why_not(error)] += not probe.is_part
                 continue
             if isinstance(built, FusedLayer):
-                if not self._has_gates:  # else it is prepared before its first forward
+                if not self.has_gates:  # else it is prepared before its first forward
                     built.prepare()
                 self.layers.append(built)
                 forward = built.forward(probe.plain)
@@ -130,9 +130,9 @@ class FusedLayers:
                 self._num_parts += 1
                 forward = overridden(forward, child=True)  # without the override of its layer
             self.forwards.append((fields_of(probe.layer), forward))
-        if self._has_gates:
+        if self.has_gates:
             self._why_not_whole = "its weights are not all in memory"
-        if self._has_gates or not self.layers or self._plain.total():
+        if self.has_gates or not self.layers or self._plain.total():
             return
         try:
             whole = WholeModel(module, spec, self.layers, part)
@@ -149,7 +149,7 @@ class FusedLayers:
             hooks: whether external code runs within this forward, so that each layer must check itself.
             editable: whether a caller holds the module, and may have edited it since the last check.
         """
-        if hooks or self._has_gates:  # hooks receive the modules, and may edit them
+        if hooks or self.has_gates:  # hooks receive the modules, and may edit them
             self._snapshot = None
             return False
         snapshot = self._snapshot
