@@ -844,8 +844,7 @@ extern "C" void vb_layer(const Layer *l, const Rows *rows, void *k_store, void *
         whole(*l, *rows, k_store, v_store, hidden, Angles{cos, sin, angles, nullptr, angles_f32},
               {chosen, forced, stride}, out, normed, threads);
     };
-    if (shares_products(*l, rows->count, threads)) with_team(threads, run);
-    else run();
+    with_team(shares_products(*l, rows->count, threads) ? threads : 1, run);
 }
 
 // Runs the whole model on the embeddings hidden[rows, hidden], which it overwrites: computes normed [count,
@@ -867,8 +866,7 @@ extern "C" void vb_model(const Model *m, const Rows *rows, void *const *stores, 
         run_layers(*m, *rows, stores, hidden, angles, all, logit_rows, count, normed, logits, kept,
                    threads);
     };
-    if (shares_products(*m, rows->count, count, threads)) with_team(threads, run);
-    else run();
+    with_team(shares_products(*m, rows->count, count, threads) ? threads : 1, run);
 }
 
 // Computes the input out[rows, hidden] of a draft model's layers from the tokens `ids` and the hidden states
@@ -898,8 +896,7 @@ extern "C" void vb_chain(const Model *m, const Entry *e, const Rows *rows, void 
             chain(*m, *e, *rows, stores, ids, (const float *)entering, found, logit_rows, samples, lengths,
                   most, drawn, threads);
     };
-    if (shares_products(*m, rows->count, rows->sequences, threads)) with_team(threads, run);
-    else run();
+    with_team(shares_products(*m, rows->count, rows->sequences, threads) ? threads : 1, run);
 }
 
 // Calls `work`, with a team for the kernels that it calls.
