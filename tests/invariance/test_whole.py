@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+from support import sweep
 from support.layer_batches import BATCHES, SEQUENCES, outputs, reclass, wrong
 from support.odd_toys import DTYPES
 from support.programs import run_program
+from support.requests_mixed import generated
 from support.toys import make_toy
 from verbatim import LLM, SamplingParams
 from verbatim.batch import Batch
@@ -88,6 +90,15 @@ def test_modified_norm_embedding_head_or_rotary_takes_effect(
     clean = outputs(Decoder(model))
     reclass([model.get_submodule(place)], lambda own, _, *a, **k: formula(own(*a, **k), None))
     assert outputs(Decoder(model)) == outputs(Decoder(model, fused=False)) != clean
+
+
+def test_mixture_with_bias_for_the_choice_alone_runs_in_one_call(runs: list[bool]) -> None:
+    """LFM2's router takes the bias as an argument, and its rotary embedding has a name of its own."""
+    model = sweep.build("lfm2_moe")
+    assert whole(model).spec.routed.replay_reason is None
+    params = SamplingParams(max_tokens=4, seed=1, record_routing=True)
+    expected = generated(LLM(model, fused=False), [[5, 6, 7]], params)
+    assert generated(LLM(model), [[5, 6, 7]], params) == expected and any(runs)
 
 
 def test_hook_between_layers_prevents_whole_model_call() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from support import sweep
 from support.backends import by
 from support.mtp_toys import random_mtp
 from support.pairwise import slow_but
@@ -56,6 +57,8 @@ def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def toy(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    if name not in TOYS:
+        return sweep.build(name).to(DEVICE, dtype)
     return make_toy(name, dtype=dtype, **TOYS[name]).to(DEVICE)
 
 
@@ -252,9 +255,10 @@ def test_all_experts_at_once_are_bit_identical_to_one_by_one(
     assert calls
 
 
-def test_recorded_steps_of_experts_have_the_same_bits_and_routing() -> None:
+@pytest.mark.parametrize("name", slow_but(["qwen3_moe"], ["qwen3_moe", "jetmoe"]))
+def test_recorded_steps_of_experts_have_the_same_bits_and_routing(name: str) -> None:
     """Here, a replay runs the step again."""
-    module, prompts = toy("qwen3_moe", torch.bfloat16), [[5, 9, 8], [7, 6, 5, 4]]
+    module, prompts = toy(name, torch.bfloat16), [[5, 9, 8], [7, 6, 5, 4]]
     params = SamplingParams(max_tokens=3, seed=1, ignore_eos=True, record_routing=True)
 
     def generated(record: bool) -> list[Any]:

@@ -45,6 +45,7 @@ WEIGHTS = {
     "glm4_moe": SIGMOID,
     "dots1": SIGMOID,
     "minimax_m2": SIGMOID,
+    "lfm2_moe": SIGMOID,
 }
 
 
@@ -228,11 +229,27 @@ def test_dense_model_has_no_routed_layers() -> None:
             refused()
 
 
-def test_experts_outside_experts_interface_are_not_recorded() -> None:
-    runner = opened(build("jetmoe"))
-    choices = runner.choices["routing"]
-    assert choices.layers == 0
-    assert choices.reason is not None and "experts interface" in choices.reason
+def test_experts_of_jetmoe_attention_are_recorded_and_replayed() -> None:
+    """Each layer has two mixtures: of query and output projections, and of MLPs."""
+    model = build("jetmoe")
+    runner = opened(model)
+    choices, work = runner.choices["routing"], batch([0, 1, 2], WHOLE)
+    assert choices.layers == 2 * len(model.model.layers)
+    free = runner.forward(work).logits
+    own, other = torch.cat(records(runner)), torch.cat(other_experts(runner))
+    logits: list[Tensor] = []
+    for module in model.modules():
+        if type(module).__name__ == "JetMoeTopKGating":
+            module.register_forward_hook(lambda _, __, output: logits.append(output[4]))
+    for s, record in enumerate(records(runner)):
+        logits.clear()
+        plain(model, s)
+        expected = torch.stack([values.topk(choices.k)[1] for values in logits], dim=1)
+        assert torch.equal(record.long(), expected)
+    for forced in (own, other):
+        replayed = runner.forward(batch([0, 1, 2], WHOLE, forced_experts=forced)).logits
+        assert torch.equal(torch.cat(records(runner)), forced)
+        assert torch.equal(replayed, free) == (forced is own)
 
 
 @pytest.mark.parametrize("case", ["phimoe", "dbrx"])

@@ -254,6 +254,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt_neox:serial": dict(use_parallel_residual=False, attention_bias=False),
     "granitemoehybrid:mamba": dict(layer_types=["mamba", "attention"] * 2),
     "lfm2:full": dict(layer_types=["full_attention"] * 4),
+    "lfm2_moe:plain": dict(use_expert_bias=False),
     "llama4_text:full": dict(layer_types=["full_attention"] * 4, no_rope_layers=[0, 1, 0, 1]),
     "llama:dynamic": dict(rope_parameters={**_ROPE, "rope_type": "dynamic", "factor": 2.0}),
     "llama:tied": dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),

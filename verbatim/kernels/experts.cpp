@@ -157,6 +157,32 @@ static void glu_row(const Experts &e, T *row) {
     }
 }
 
+// The slots of rows (one for each expert of a row), sorted by expert.
+struct Sorted {
+    std::vector<int64_t> starts;  // the first sorted slot of each expert, and the number of slots
+    std::vector<int64_t> place;   // of each slot; -1: its expert number is `count` or higher
+
+    Sorted(const int32_t *experts, int64_t slots, int64_t count)
+        : starts(count + 1), place(slots, -1) {
+        for (int64_t s = 0; s < slots; s++)
+            if (experts[s] < count) starts[experts[s] + 1]++;
+        for (int64_t i = 0; i < count; i++) starts[i + 1] += starts[i];
+        std::vector<int64_t> next = starts;
+        for (int64_t s = 0; s < slots; s++)
+            if (experts[s] < count) place[s] = next[experts[s]]++;
+    }
+
+    // to[slots, width]: row r of x[rows, width] for each of its slots.
+    template <typename T>
+    void gather(const T *x, int64_t rows, int64_t top_k, int64_t width, T *to, int threads) const {
+        each_row(rows, top_k * width, threads, [&](int64_t r) {
+            for (int64_t s = r * top_k; s < (r + 1) * top_k; s++)
+                if (place[s] >= 0)
+                    std::memcpy(to + place[s] * width, x + r * width, width * sizeof(T));
+        });
+    }
+};
+
 }  // namespace
 
 template <typename T>
@@ -231,26 +257,16 @@ void vb::run_sorted(const Experts &e, const T *x, const int64_t *starts, T *out,
 template <typename T>
 void vb::run_experts(const Experts &e, const T *x, int64_t rows, Chosen chosen, int64_t top_k,
                      T *out, int threads) {
-    const int64_t slots = rows * top_k, hidden = e.hidden;
-    std::vector<int64_t> starts(e.count + 1), next, place(slots, -1);
-    for (int64_t s = 0; s < slots; s++)
-        if (chosen.experts[s] < e.count) starts[chosen.experts[s] + 1]++;
-    for (int64_t i = 0; i < e.count; i++) starts[i + 1] += starts[i];
-    next = starts;
-    for (int64_t s = 0; s < slots; s++)
-        if (chosen.experts[s] < e.count) place[s] = next[chosen.experts[s]]++;
-    const Scratch<T> sorted(starts[e.count] * hidden), made(starts[e.count] * hidden);
-    each_row(rows, top_k * hidden, threads, [&](int64_t r) {
-        for (int64_t s = r * top_k; s < (r + 1) * top_k; s++)
-            if (place[s] >= 0)
-                std::memcpy(sorted.data + place[s] * hidden, x + r * hidden, hidden * sizeof(T));
-    });
-    run_sorted(e, sorted.data, starts.data(), made.data, threads);
+    const int64_t hidden = e.hidden;
+    const Sorted slots(chosen.experts, rows * top_k, e.count);
+    const Scratch<T> sorted(slots.starts.back() * hidden), made(slots.starts.back() * hidden);
+    slots.gather(x, rows, top_k, hidden, sorted.data, threads);
+    run_sorted(e, sorted.data, slots.starts.data(), made.data, threads);
     each_row(rows, top_k * hidden, threads, [&](int64_t r) {
         const Scratch<const T *> of(top_k);
         const float *weights = chosen.weights + r * top_k;
         for (int64_t j = 0; j < top_k; j++) {
-            const int64_t at = place[r * top_k + j];
+            const int64_t at = slots.place[r * top_k + j];
             of.data[j] = at < 0 ? x + r * hidden : made.data + at * hidden;
         }
         each_lane(out + r * hidden, hidden, [&](auto at) {
@@ -300,6 +316,28 @@ void vb::run_mixture(const Mixture &m, const T *x, int64_t rows, Chosen chosen, 
     });
 }
 
+// out[rows, top_k, cols] of x[rows, depth]: each row's products with the matrices that it chose, of `count`.
+template <typename T>
+static void multiply_chosen(const Stack &stack, int64_t count, const T *x, int64_t rows,
+                            const int32_t *chosen, int64_t top_k, T *out, int threads) {
+    const int64_t depth = stack.first.depth, cols = stack.first.cols;
+    const Sorted slots(chosen, rows * top_k, count);
+    const Scratch<T> sorted(rows * top_k * depth), made(rows * top_k * cols);
+    slots.gather(x, rows, top_k, depth, sorted.data, threads);
+    std::vector<Matrix> matrices(count);
+    std::vector<RowGroup> groups;
+    for (int64_t i = 0; i < count; i++) {
+        if (slots.starts[i] == slots.starts[i + 1]) continue;
+        matrices[i] = stack[i];
+        groups.push_back({slots.starts[i], slots.starts[i + 1], &matrices[i]});
+    }
+    multiply_groups(sorted.data, depth, groups.data(), (int64_t)groups.size(), 1, made.data, cols,
+                    threads);
+    each_row(rows * top_k, cols, threads, [&](int64_t s) {
+        std::memcpy(out + s * cols, made.data + slots.place[s] * cols, cols * sizeof(T));
+    });
+}
+
 #define INSTANCES(T)                                                                               \
     template void vb::choose<T>(const Router &, float *, int64_t, const Record &, Chosen, int);    \
     template void vb::route(const Router &, const T *, int64_t, const Record &, Chosen, int);      \
@@ -326,6 +364,11 @@ INSTANCES(bf16)
                                         int32_t *chosen, float *weights, int64_t top_k, T *out,    \
                                         int threads) {                                             \
         run_experts(*experts, x, rows, {chosen, weights}, top_k, out, threads);                    \
+    }                                                                                              \
+    extern "C" void vb_multiply_chosen_##suffix(const Stack *stack, int64_t count, const T *x,     \
+                                                int64_t rows, const int32_t *chosen,               \
+                                                int64_t top_k, T *out, int threads) {              \
+        multiply_chosen(*stack, count, x, rows, chosen, top_k, out, threads);                      \
     }                                                                                              \
     extern "C" void vb_glu_##suffix(const Experts *experts, T *x, int64_t rows, int threads) {     \
         const int64_t width = experts->glu == UNGATED ? experts->inner : 2 * experts->inner;       \

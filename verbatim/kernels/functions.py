@@ -42,6 +42,7 @@ _ARGUMENTS = {
     "vb_model": "PPPPPPPPLPPP",
     "vb_multiply": "PPLLPILI",
     "vb_multiply_batch": "PPLPLL",
+    "vb_multiply_chosen": "PLPLPLP",
     "vb_norm": "PPPL",
     "vb_pack_kv": "PPPPPLLLLLPII",
     "vb_pack_rows": "PPLLIIIP",

@@ -26,12 +26,19 @@ from verbatim.model import (  # noqa: F401  (some register replacements)
     recurrent_ops,
     streams,
 )
-from verbatim.model.context import FORWARDS, active_context, attend, replace_function, replaces
-from verbatim.model.experts import flat_experts
+from verbatim.model.context import (
+    FORWARDS,
+    active_context,
+    attend,
+    replace_function,
+    replaces,
+    route,
+)
+from verbatim.model.experts import flat_experts, project_chosen, stack_of, weighted_sum
 from verbatim.model.invariant import gelu, sigmoid
 from verbatim.model.masks import attends
 from verbatim.model.recurrent_ops import FUNCTIONS, causal_conv1d
-from verbatim.model.router import AS_IS, SIGMOID, RouterForm, choose, forced_experts
+from verbatim.model.router import AS_IS, SIGMOID, SOFTMAX, RouterForm, choose, forced_experts
 
 Forward = Callable[..., Any]
 
@@ -258,11 +265,38 @@ def _xlstm_model(module: Any, input_ids: Tensor, **_: Any) -> Any:
     return _source(module, "xLSTMOutput")(module.out_norm(hidden))
 
 
-@replaces("JetMoeParallelExperts")
-def _jetmoe_experts(module: Any, inputs: Tensor, expert_size: list[int]) -> Tensor:
-    """JetMoE's experts: one product per expert, on rows sorted by expert."""
-    rows = inputs.split(expert_size)
-    return torch.cat([products.linear(x, w) for x, w in zip(rows, module.weight, strict=True)])
+# JetMoE's two mixtures in each layer: of MLPs, and of query and output projections of its attention.
+
+
+def _jetmoe_choice(router: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
+    form = RouterForm(router.top_k, AS_IS, SOFTMAX, rounded=True)
+    return choose(router.layer(rows).float(), form, None, forced_experts(), rows.dtype)
+
+
+@replaces("JetMoeMoE")
+def _jetmoe_mlps(module: Any, layer_input: Tensor) -> Tensor:
+    rows = layer_input.flatten(0, -2)
+    weights, experts = _jetmoe_choice(module.router, rows)
+    return flat_experts(module, rows, experts, weights).view(layer_input.shape) + module.bias
+
+
+@replaces("JetMoeMoA.map")
+def _jetmoe_queries(module: Any, layer_input: Tensor) -> tuple[Tensor, None, tuple[Tensor, Tensor]]:
+    rows = layer_input.flatten(0, -2)
+    weights, experts = _jetmoe_choice(module.router, rows)
+    route(module, experts)
+    queries = project_chosen(stack_of(module.input_linear, "weight"), rows, experts)
+    return queries.view(*layer_input.shape[:-1], *queries.shape[1:]), None, (weights, experts)
+
+
+@replaces("JetMoeMoA.reduce")
+def _jetmoe_out(module: Any, layer_input: Tensor, topo_info: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the weighted sum of the attention experts' output projections."""
+    weights, experts = topo_info
+    rows = layer_input.flatten(0, -2)
+    out = project_chosen(stack_of(module.output_linear, "weight"), rows, experts.reshape(-1, 1))
+    out = weighted_sum(out.view(*experts.shape, -1), weights).to(rows.dtype)
+    return out.view(*layer_input.shape[:2], -1) + module.bias
 
 
 @replaces("Llama4TextMoe")

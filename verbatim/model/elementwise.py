@@ -9,7 +9,7 @@ import ctypes
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from verbatim import kernels
 from verbatim.kernels.functions import SUFFIX, addresses, run, struct_layout
@@ -25,15 +25,15 @@ class NormStruct(ctypes.Structure):
 MLP_ACTIVATIONS = [a for a in Activation if not Activation.SIGMOID <= a <= Activation.SOFTPLUS]
 
 
-def activation_of(module: Any) -> Activation | None:
-    """Return the MLP activation that a module computes, by a trial; None if the kernels don't have it."""
+def activation_of(act: Any) -> Activation | None:
+    """Return the MLP activation of a module or a function, by a trial; None if the kernels don't have it."""
     with trial():  # not on the default device of a model that is being opened
         x = 3.0 * noise((999,), torch.float32)
         x[::9] *= 100.0  # large enough for activations that clamp
         if not supports(x):
             return None
         try:
-            expected = type(module).forward(module, x)
+            expected = type(act).forward(act, x) if isinstance(act, nn.Module) else act(x)
             return next(
                 a for a in MLP_ACTIVATIONS if torch.allclose(activate(x, a), expected, 1e-5, 1e-6)
             )

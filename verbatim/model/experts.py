@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim import kernels
-from verbatim.kernels.functions import SUFFIX, addresses, run, struct_layout
+from verbatim.kernels.functions import SUFFIX, addresses, has_kernels, run, struct_layout
 from verbatim.kernels.options import Activation
 from verbatim.kernels.packing import WeightPacking
 from verbatim.model import elementwise
@@ -109,7 +109,7 @@ class Stack(NamedTuple):
         return StackStruct(first, step, 0 if biases is None else self.cols * biases.element_size())
 
 
-def _stack(layer: nn.Module, name: str, transposed: bool) -> Stack:
+def stack_of(layer: nn.Module, name: str, transposed: bool = False) -> Stack:
     """Return the stack of a parameter `[experts, cols, depth]`; `[experts, depth, cols]` if transposed."""
     packing: WeightPacking | None = layer.__dict__.get("packings", {}).get(name)
     bias = Place(layer._parameters, f"{name}_bias")
@@ -123,6 +123,17 @@ def _stack(layer: nn.Module, name: str, transposed: bool) -> Stack:
         weight, shape = Place(layer._buffers, f"{name}_packed"), torch.Size(packing.shape[1:])
     cols, depth = reversed(shape) if transposed else shape
     return Stack(weight, bias, cols, depth, transposed, packing)
+
+
+def _triton_runs(places: Sequence[Place], dtype: torch.dtype | None) -> bool:
+    """Return whether Triton multiplies rows of `dtype` by these tensors; None: the dtype of the first."""
+    tensors = [tensor for place in places if (tensor := place.tensor) is not None]
+    if not tensors or not kernels.uses_triton(tensors[0].device):
+        return False
+    from verbatim.kernels.triton.linear import supports
+
+    sample = tensors[0].new_empty(0, dtype=dtype)
+    return all(supports(sample, tensor.dtype, None) for tensor in tensors)
 
 
 class ExpertsParts:
@@ -140,10 +151,13 @@ class ExpertsParts:
         gated = _has_own_forward(experts) or bool(getattr(experts, "has_gate", False))
         if type(experts).__name__ == "DbrxExperts":
             self.inputs, self.down = _dbrx_stacks(experts)
+        elif type(experts).__name__ == "JetMoeMoE":
+            self.inputs = [stack_of(experts.input_linear, "weight")]
+            self.down = stack_of(experts.output_linear, "weight")
         else:
             transposed = is_transposed(experts)
-            self.inputs = [_stack(experts, "gate_up_proj" if gated else "up_proj", transposed)]
-            self.down = _stack(experts, "down_proj", transposed)
+            self.inputs = [stack_of(experts, "gate_up_proj" if gated else "up_proj", transposed)]
+            self.down = stack_of(experts, "down_proj", transposed)
         self.norm: Norm | None = None
         if getattr(experts, "has_post_expert_norm", False):
             self.norm = find_norm(experts.post_expert_norm)
@@ -211,15 +225,8 @@ class ExpertsParts:
 
     def sorts_on_gpu(self, dtype: torch.dtype | None = None) -> bool:
         """Return whether `run_sorted` can run rows of `dtype`; None: the dtype of the weights."""
-        tensors = [t for place in self.tensors if (t := place.tensor) is not None]
-        if not tensors or not kernels.uses_triton(tensors[0].device):
-            return False
-        from verbatim.kernels.triton.linear import supports
-
-        sample = tensors[0].new_empty(0, dtype=dtype)
-        return all(s.packing is None for s in (*self.inputs, self.down)) and all(
-            supports(sample, tensor.dtype, None) for tensor in tensors
-        )
+        stacks = (*self.inputs, self.down)
+        return all(s.packing is None for s in stacks) and _triton_runs(self.tensors, dtype)
 
     def run_sorted(self, starts: Tensor, rows: Tensor) -> Tensor:
         """Run all experts on `rows` `[n, H]`, sorted by expert, on a GPU without synchronization.
@@ -389,34 +396,63 @@ def flat_experts(
     rows = hidden[by_expert // top_k]
     count = num_experts(experts)
     if share is None and parts.sorts_on_gpu(rows.dtype):
-        expert_ids = torch.arange(count + 1, device=rows.device)
-        out = parts.run_sorted(torch.searchsorted(sorted_index, expert_ids), rows)
+        out = parts.run_sorted(_starts(sorted_index, count), rows)
         out = torch.where((sorted_index < count)[:, None], out, rows)
-        return _weighted_sum(out, by_expert, top_k_weights).to(hidden.dtype)
-    counts = torch.bincount(top_k_index.reshape(-1), minlength=count).tolist()[:count]
-    if share is None:
-        out = run_experts(experts, rows, counts)
     else:
-        out = share.run(experts, rows, counts)
-    out = torch.cat([out, rows[len(out) :]])
-    return _weighted_sum(out, by_expert, top_k_weights).to(hidden.dtype)
-
-
-def _weighted_sum(out: Tensor, by_expert: Tensor, weights: Tensor) -> Tensor:
-    """Add up the weighted outputs of each token's experts, in slot order and float32: `[T, H]`.
-
-    Args:
-        out: `[T * k, H]`, sorted by expert.
-        by_expert: the slot of each row of `out`, `[T * k]`.
-        weights: `[T, k]`.
-    """
+        counts = torch.bincount(top_k_index.reshape(-1), minlength=count).tolist()[:count]
+        if share is None:
+            out = run_experts(experts, rows, counts)
+        else:
+            out = share.run(experts, rows, counts)
+        out = torch.cat([out, rows[len(out) :]])
     slots = torch.empty_like(out)
     slots[by_expert] = out
-    weighted = slots.view(*weights.shape, -1).float() * weights[..., None].float()
+    return weighted_sum(slots.view(num_tokens, top_k, -1), top_k_weights).to(hidden.dtype)
+
+
+def _starts(sorted_index: Tensor, count: int) -> Tensor:
+    """Return the first row of each expert, and the number of rows with experts, `[count + 1]` int64."""
+    return torch.searchsorted(sorted_index, torch.arange(count + 1, device=sorted_index.device))
+
+
+def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
+    """Add up the outputs `[T, k, H]` of experts times `weights` `[T, k]`, in slot order: `[T, H]` float32."""
+    weighted = outputs.float() * weights[..., None].float()
     total = weighted[:, 0]
     for k in range(1, weights.shape[1]):
         total = total + weighted[:, k]
     return total
+
+
+def project_chosen(stack: Stack, rows: Tensor, chosen: Tensor) -> Tensor:
+    """Multiply each row by the matrices of its experts.
+
+    Args:
+        rows: `[T, depth]`.
+        chosen: `[T, k]` int64, the experts of each row.
+
+    Returns:
+        `[T, k, cols]`.
+    """
+    num_rows, top_k = chosen.shape
+    weight = stack.weight.tensor
+    count = weight.numel() // (stack.cols * stack.depth)
+    out = rows.new_empty(num_rows, top_k, stack.cols)
+    if has_kernels(rows.device) and rows.dtype in SUFFIX:
+        struct, rows = stack.struct(rows.dtype), rows.contiguous()
+        at, index = ctypes.byref(struct), chosen.to(torch.int32).contiguous()
+        inputs, (indices, outputs) = rows.data_ptr(), addresses(index, out)
+        run("vb_multiply_chosen", rows.dtype, at, count, inputs, num_rows, indices, top_k, outputs)
+        return out
+    sorted_index, by_expert = torch.sort(chosen.reshape(-1), stable=True)
+    rows, slots = rows[by_expert // top_k], out.view(num_rows * top_k, -1)
+    if stack.packing is None and _triton_runs([stack.weight, stack.bias], rows.dtype):
+        slots[by_expert] = stack.project_sorted(_starts(sorted_index, count), rows)
+        return out
+    for expert in sorted_index.unique().tolist():
+        ours = sorted_index == expert
+        slots[by_expert[ours]] = stack.project(expert, rows[ours])
+    return out
 
 
 def run_experts(experts: Any, rows: Tensor, counts: list[int] | Tensor) -> Tensor:
@@ -439,15 +475,17 @@ def run_experts(experts: Any, rows: Tensor, counts: list[int] | Tensor) -> Tenso
 
 def num_experts(experts: Any) -> int:
     """Return the number of experts with weights, on all ranks."""
-    return int(getattr(experts, "num_routed_experts", None) or experts.num_experts)
+    owner = experts.router if type(experts).__name__ == "JetMoeMoE" else experts
+    return int(getattr(owner, "num_routed_experts", None) or owner.num_experts)
 
 
 # ---- gates ----
 
 
 def _act_of(experts: Any) -> Any:
-    mlp = getattr(experts, "mlp", None)
-    return getattr(experts, "act_fn", None) or getattr(mlp, "activation_fn", None)
+    owner = getattr(experts, "mlp", experts)
+    names = ("act_fn", "activation_fn", "activation")
+    return next((act for name in names if (act := getattr(owner, name, None))), None)
 
 
 @kernels.without_overrides
@@ -498,7 +536,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 # ---- experts with a forward outside of transformers' experts interface ----
 
-_OWN_FORWARD = {"DbrxExperts", "Llama4TextExperts", "LongcatFlashExperts"}
+_OWN_FORWARD = {"DbrxExperts", "JetMoeMoE", "Llama4TextExperts", "LongcatFlashExperts"}
 
 
 def _has_own_forward(module: nn.Module) -> bool:
@@ -516,7 +554,7 @@ def _dbrx_stacks(experts: Any) -> tuple[list[Stack], Stack]:
     return inputs, stack("w2", hidden, inner, True)
 
 
-@replaces(*_OWN_FORWARD)
+@replaces("DbrxExperts", "Llama4TextExperts", "LongcatFlashExperts")
 def _own_forward(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:

@@ -268,10 +268,13 @@ def router_parts(module: nn.Module) -> RouterParts | None:
         for name in CORRECTIONS
         if tensors.get(name) is not None
     ]
-    arguments = inspect.signature(forward).parameters.values()
-    num_arguments = sum(p.default is p.empty for p in arguments)
-    if len(corrections) > 1 or not 2 <= num_arguments <= 3:
+    arguments = [*inspect.signature(forward).parameters.values()][2:]  # besides self and the rows
+    num_required = sum(p.default is p.empty for p in arguments)
+    if len(corrections) > 1 or num_required > 1:
         return None
+    takes_corrections = [True] if num_required else [False]
+    if not num_required and arguments and arguments[0].name in CORRECTIONS:
+        takes_corrections = [True, False]
     numbers = {
         name: value
         for name, value in sorted(fields.items())
@@ -283,25 +286,22 @@ def router_parts(module: nn.Module) -> RouterParts | None:
     if case not in _forms:
         with trial(), kernels.using("none"):  # in torch's own arithmetic
             try:
-                _forms[case] = _find_form(module, numbers, weight.shape, num_arguments == 3)
+                matches = (_find_form(module, numbers, weight.shape, t) for t in takes_corrections)
+                _forms[case] = next(filter(None, matches), None)
             except Exception:  # an unrelated module with such names
                 _forms[case] = None
     match, bias = _forms[case], Place(holder._parameters, "bias")
     if match is None or (match[0].wide and bias.tensor is not None):
         return None
-    form, returns = match
-    return RouterParts(
-        module,
-        form,
-        Place(holder._parameters, "weight"),
-        bias,
-        corrections[0] if corrections else None,
-        num_arguments == 3,
-        returns,
-    )
+    form, takes_correction, returns = match
+    correction = corrections[0] if corrections else None
+    weights = Place(holder._parameters, "weight")
+    return RouterParts(module, form, weights, bias, correction, takes_correction, returns)
 
 
-_Match = tuple[RouterForm, tuple[str, ...]]  # the form, and the outputs of its forward
+_Match = tuple[
+    RouterForm, bool, tuple[str, ...]
+]  # `form`, `takes_correction`, `returns` of the parts
 # Keys: everything that determines the form (class, forward, numbers, layout of the tensors).
 _forms: dict[tuple[Any, ...], _Match | None] = {}
 
@@ -318,7 +318,8 @@ def _find_form(
     for form in _candidates(numbers):
         actual = choose(logits, form, correction)
         if _agree(actual, (expected["weights"], expected["experts"])):
-            return _with_roundings(module, x, form, extra), tuple(expected)
+            form = _with_roundings(module, x, form, extra)
+            return form, takes_correction, tuple(expected)
     return None
 
 

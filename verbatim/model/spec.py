@@ -27,6 +27,7 @@ from verbatim.kv.store import LayerShape
 from verbatim.model import masks
 from verbatim.model.adapters import counts_by_padding, patch_functions
 from verbatim.model.context import IMPLEMENTATION, activate, head_of, record_values, why_no_hidden
+from verbatim.model.experts import num_experts
 from verbatim.model.invariant import Recorder
 from verbatim.model.patching import Forwards, exclusive, patched, replaced_forwards
 from verbatim.model.routing import UNKNOWN_ROUTER, choices_of
@@ -139,7 +140,7 @@ class InspectionContext:
             return shape.update_first_rows(update, len(_IDS) * len(_IDS[0]), self.device)
 
     def route(self, experts: Any, index: Tensor) -> None:
-        count: int = getattr(experts, "total_experts", None) or experts.num_experts
+        count: int = getattr(experts, "total_experts", None) or num_experts(experts)
         self.routed.append(id(experts))
         self.kinds.append((index.shape[1], count))
         self.routes_all &= len(index) == len(_IDS) * len(_IDS[0])

@@ -146,7 +146,7 @@ class WholeModel:
         children = [m for m in body._modules.values() if m is not None]
         self._norms = [m for m in children if find_norm(m) is not None]
         norm = self._norms[-1] if self._norms else None
-        rotary = body._modules.get("rotary_emb")
+        rotary = body._modules.get("rotary_emb") or body._modules.get("pos_emb")
         embeds = part is None or part.is_first
         ends = part is None or part.is_last
         if embeds and (not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None):
@@ -154,7 +154,7 @@ class WholeModel:
         rotates = any(layer.rotates for layer in layers)
         if head is None or norm is None or (rotates and rotary is None):
             raise NotFusable(
-                "it has no final norm of a known family, no LM head, or no `rotary_emb`"
+                "it has no final norm of a known family, no LM head, or no `rotary_emb` or `pos_emb`"
             )
         owned = (body, embedding, rotary, norm, head, *children)
         for module in owned if part is not None else (inner, *owned):

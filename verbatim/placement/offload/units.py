@@ -270,7 +270,7 @@ def _expert_layer(name: str, module: nn.Module, unit: Unit) -> ExpertLayer | Non
                 if tensors.get(key) is not None:
                     return None
                 continue
-            if rows_of(slot.lazy, 0, 1) is None:
+            if key in stacks or rows_of(slot.lazy, 0, 1) is None:
                 return None
             slot.experts, stacks[key] = slot.parameter.numel() // size, slot
     count = min(slot.experts for slot in stacks.values())
