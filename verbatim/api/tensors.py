@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from verbatim.placement.kv_caches import takes_kv_caches
 from verbatim.placement.options import engine_options
 from verbatim.placement.wrapped import check_runnable, is_transformers, unwrap
 
+_T = TypeVar("_T")
 _ID_BLOCK = 64  # block size of an engine without a KV cache: its blocks hold only ids
 _MAX_LENGTH = 2**20  # of a row if no config states a limit; blocks are allocated for all of it
 # Maximum ids of all rows of such an engine, unless a single row needs more; excess rows are evicted.
@@ -73,21 +74,32 @@ def engine_of(model: LLM | nn.Module) -> LLM:
 
 
 def run_admitted(
-    model: LLM | nn.Module, admit: Callable[[LLM], list[Request]], process_group: Any = None
-) -> list[Result]:
+    model: LLM | nn.Module,
+    admit: Callable[[LLM], tuple[list[Request], _T]],
+    process_group: Any = None,
+) -> tuple[list[Result], _T]:
     """Open `model` and run the requests that `admit` returns, on all ranks of `process_group` if given.
 
     An error of `admit` also fails the other ranks' calls.
+
+    Returns:
+        The results, and the second value that `admit` returns.
     """
-    if process_group is None:
-        llm = engine_of(model)
-        return llm.engine.admit_and_run(lambda: admit(llm))
+    extras: list[_T] = []
+
+    def requests_for(llm: LLM) -> list[Request]:
+        requests, extra = admit(llm)
+        extras.append(extra)
+        return requests
 
     def begin() -> tuple[EngineHandle, list[Request]]:
         llm = engine_of(model)
-        return llm.engine, admit(llm)
+        return llm.engine, requests_for(llm)
 
-    return run_together(begin, process_group)
+    if process_group is not None:
+        return run_together(begin, process_group), extras[0]
+    llm = engine_of(model)
+    return llm.engine.admit_and_run(lambda: requests_for(llm)), extras[0]
 
 
 def has_known_layers(model: Any) -> bool:
@@ -221,23 +233,19 @@ def generate(
     Raises:
         InvalidRequest: wrong shapes, a row with padding only, a parameter out of range.
     """
-    rows: PaddedRows | None = None
-    pad = 0
 
-    def admit(llm: LLM) -> list[Request]:
-        nonlocal pad, rows
+    def admit(llm: LLM) -> tuple[list[Request], tuple[PaddedRows, int]]:
         rows = PaddedRows.of(input_ids, attention_mask)
         _check_names(params)
-        given = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
-        pad = llm.pad_token_id if given is None else given
+        pad = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
         seed = draw_seed() if params.get("seed") is None else params["seed"]
         settings = SamplingParams(max_tokens=max_new_tokens, **params | {"seed": seed})
-        return llm._admit_rows(rows.rows(), settings)
+        requests = llm._admit_rows(rows.rows(), settings)
+        return requests, (rows, llm.pad_token_id if pad is None else pad)
 
     with on_cpu():
-        results = run_admitted(model, admit)
+        results, (rows, pad) = run_admitted(model, admit)
     completions = [result.outputs[0].token_ids for result in results]
-    assert rows is not None
     return rows.joined(completions, pad, device=input_ids.device)
 
 

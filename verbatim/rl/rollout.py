@@ -154,9 +154,8 @@ def rollout(
         InvalidRequest, NotSupported: before any forward runs, on every rank.
         RequestFailed: no token can be drawn for a request, or another rank failed.
     """
-    begun: list[tuple[LLM, SamplingParams, int]] = []
 
-    def admit(llm: LLM) -> list[Request]:
+    def admit(llm: LLM) -> tuple[list[Request], tuple[LLM, SamplingParams, int]]:
         checked = _check_params(params, group_size, padding_side)
         choices = llm.engine.runner.choices
         pad = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
@@ -175,11 +174,10 @@ def rollout(
             admission.admit(row, checked.replace(seed=_mix_seed(first, rank, b)))
             for b, row in enumerate(rows)
         ]
-        begun.append((llm, checked, llm.pad_token_id if pad is None else pad))
-        return requests
+        return requests, (llm, checked, llm.pad_token_id if pad is None else pad)
 
-    results = run_admitted(model, admit, process_group)
-    return _lay_out(results, *begun[0], left=padding_side == "left")
+    results, begun = run_admitted(model, admit, process_group)
+    return _lay_out(results, *begun, left=padding_side == "left")
 
 
 def _check_params(

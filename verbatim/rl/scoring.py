@@ -53,11 +53,9 @@ def score(
     Raises:
         InvalidRequest, NotSupported: before any forward runs.
     """
-    masks: list[Tensor] = []
 
-    def admit(llm: LLM) -> list[Request]:
+    def admit(llm: LLM) -> tuple[list[Request], Tensor]:
         ids, mask = _flat(sequences, attention_mask)
-        masks.append(mask.cpu())
         records = _records(sequences, mask, routing=routing, indices=indices)
         requests = []
         for row, row_mask in enumerate(mask):
@@ -65,10 +63,10 @@ def score(
                 fields = {name: record[row][row_mask] for name, record in records.items()}
                 params = SamplingParams(max_tokens=0, prompt_logprobs=0, adapter=adapter, **fields)
                 requests.append(llm.engine.admission.admit(ids[row][row_mask].tolist(), params))
-        return requests
+        return requests, mask.cpu()
 
-    results = run_admitted(model, admit, process_group)
-    has_logprob = masks[0] & (masks[0].cumsum(dim=1) > 1)  # all but the first token of a row
+    results, mask = run_admitted(model, admit, process_group)
+    has_logprob = mask & (mask.cumsum(dim=1) > 1)  # all but the first token of a row
     values = [value for result in results for value in (result.prompt_logprobs or [])[1:]]
     with torch.inference_mode(False), torch.no_grad():
         scores = fill(has_logprob, torch.tensor(values, dtype=torch.float32), 0.0)
