@@ -1146,6 +1146,25 @@ def test_streamed_results_grow_to_final_result_of_request(controller):
     assert seen[11][-1].generated_log_probs is None
 
 
+def test_results_read_after_end_show_output_of_their_step(controller):
+    params = dict(return_log_probs=True, return_segments=True)
+    requests = requests_of(*(SamplingParams(**fields | params) for fields in MIXED))
+    streams = {number: AsyncStream(number, lambda: None) for number in requests}
+    controller.generate_all_output_tokens_static_batch(requests, streams)
+    for number, request in requests.items():
+        items = read(streams[number])
+        lengths = [item.generated_length for item in items]
+        assert lengths == sorted(set(lengths)) and lengths[-1] == request.generated_length
+        for item in items:
+            length = item.generated_length
+            assert item.status is Status.ACTIVE_AND_GENERATING_TOKENS and item.text is None
+            assert item.generated_tokens.tolist() == request.generated_tokens.tolist()[:length]
+            assert item.generated_log_probs == request.generated_log_probs[:length]
+            assert request.generated_text.startswith(item.generated_text)
+        assert items[-1].generated_segments == request.generated_segments
+        assert items[0].generated_segments == request.generated_segments[: lengths[0]]
+
+
 @pytest.mark.parametrize(
     ("keys", "prompts"), [([99], None), ([10, "10"], None), ([10], [[5], [6], []])]
 )

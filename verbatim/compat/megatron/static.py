@@ -7,6 +7,7 @@ import copy
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,12 +39,16 @@ class AsyncStream:
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.request_id, self._cancel, self._loop = request_id, cancel, loop
-        self._items: deque[InferenceRequest | BaseException] = deque()
+        self._items: deque[InferenceRequest | BaseException | Callable[[], InferenceRequest]]
+        self._items = deque()
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self.finished = False
 
-    def put(self, item: InferenceRequest | Exception) -> None:
-        """Add a partial result, or an exception for the reader; ignored after `finish`."""
+    def put(self, item: InferenceRequest | Exception | Callable[[], InferenceRequest]) -> None:
+        """Add a partial result, a function that returns it when it is read, or an exception for the reader.
+
+        Ignored after `finish`.
+        """
         if not self.finished:
             self._items.append(item)
             self._wake_reader()
@@ -85,7 +90,7 @@ class AsyncStream:
                 item = self._items.popleft()
                 if isinstance(item, BaseException):
                     raise item
-                return item
+                return item() if callable(item) else item
             if finished:
                 raise StopAsyncIteration
             try:
@@ -203,7 +208,7 @@ def _feed(
     """
     params = request.sampling_params
     assert params is not None
-    segments, text = list[str](), ""
+    ids, logprobs, segments, text = list[int](), list[float](), list[str](), ""
     segmenter = translation.segmenter(admitted.prompt_ids) if params.return_segments else None
 
     def deliver(delta: Delta) -> None:
@@ -211,17 +216,26 @@ def _feed(
         if stream.finished:  # its reader has closed it
             translation.llm.engine.abort(admitted)
             return
-        sequence, last = admitted.sequences[0], delta.finish_reason is not None
+        last = delta.finish_reason is not None
+        ids.extend(delta.token_ids)
+        logprobs.extend(delta.logprobs)
         text += delta.text
         if last:
-            text = translation.with_end(params, sequence.output_ids, text)
+            text = translation.with_end(params, ids, text)
         if segmenter is not None:
             segments.extend(map(segmenter.push, delta.token_ids))
             if last and segments:
                 segments[-1] += segmenter.flush()
-        logprobs = [token.logprob for token in sequence.tokens] if params.return_log_probs else None
-        texts = None if segmenter is None else segments
-        put_partial(stream, request, params, sequence.output_ids, logprobs, text, texts)
+        # Its output is copied when it is read, so that an unread stream takes linear memory.
+        stream.put(partial(output_at, copy.copy(request), len(ids), len(text)))
+
+    def output_at(result: InferenceRequest, num_ids: int, num_chars: int) -> InferenceRequest:
+        shown_logprobs = logprobs[:num_ids] if params.return_log_probs else None
+        shown_segments = None if segmenter is None else segments[:num_ids]
+        fill_partial(
+            result, params, ids[:num_ids], shown_logprobs, text[:num_chars], shown_segments
+        )
+        return result
 
     def end() -> None:  # an aborted request's stream is ended by the batch, with the reason
         result = admitted.result
@@ -231,21 +245,18 @@ def _feed(
     admitted.deliver, admitted.on_end = deliver, end
 
 
-def put_partial(
-    stream: AsyncStream,
-    request: InferenceRequest,
+def fill_partial(
+    result: InferenceRequest,
     params: SamplingParams,
     ids: list[int],
     logprobs: list[float] | None,
     text: str,
     segments: list[str] | None,
 ) -> None:
-    """Put a copy of the request with its output so far into its stream."""
+    """Fill in the output so far of a partial result, a copy of its request."""
     shows_text = params.detokenize_generations and not params.no_detokenize_streaming_text
-    partial = copy.copy(request)
-    partial.generated_text = text if shows_text else ""
-    partial.generated_segments = list(segments) if segments is not None and shows_text else None
-    partial.generated_tokens = torch.tensor(ids, dtype=torch.int64)
-    partial.generated_log_probs = logprobs
-    partial.generated_length = len(ids)
-    stream.put(partial)
+    result.generated_text = text if shows_text else ""
+    result.generated_segments = segments if shows_text else None
+    result.generated_tokens = torch.tensor(ids, dtype=torch.int64)
+    result.generated_log_probs = logprobs
+    result.generated_length = len(ids)
