@@ -41,7 +41,7 @@ def _run(arguments: Sequence[str]) -> None:
     flags, overrides = parse(arguments)
     config = KempnerConfig.read(flags.config, overrides)
     _check(flags, config)
-    sampling = filters(flags.temperature, flags.top_k, flags.top_p, config.model.vocab_size)
+    sampling = filters(flags.temperature, flags.top_k, flags.top_p)
     params = SamplingParams(max_tokens=flags.max_tokens, seed=flags.seed, **sampling)
     values = dict.fromkeys(option.name for option in MODEL)
     settings = {"model": config.load_path, "config": config}

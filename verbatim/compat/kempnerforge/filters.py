@@ -6,14 +6,15 @@ from numbers import Integral, Real
 from typing import Any
 
 _KEEPS_ONE_ID = 1e-30  # a top_p that keeps only the likeliest id
+_LARGEST_TOP_K = 2**63 - 1  # an int64; more than the vocabulary keeps all
 
 
-def filters(temperature: Any, top_k: Any, top_p: Any, vocab_size: int) -> dict[str, Any]:
+def filters(temperature: Any, top_k: Any, top_p: Any) -> dict[str, Any]:
     """Return Verbatim's sampling fields; `SamplingParams` checks their ranges."""
     is_count = isinstance(top_k, Integral) and not isinstance(top_k, bool)
     return {
         "temperature": temperature,
-        "top_k": min(int(top_k), vocab_size) if is_count else top_k,
+        "top_k": min(int(top_k), _LARGEST_TOP_K) if is_count else top_k,
         "top_p": _KEEPS_ONE_ID if is_zero(top_p) else top_p,
     }
 

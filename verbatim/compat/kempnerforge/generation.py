@@ -41,11 +41,10 @@ def sample(
         InvalidRequest: a value out of range, a row without a token that can be drawn, or only one of
             seed and position.
     """
-    width = logits.shape[-1] if isinstance(logits, Tensor) and logits.dim() else 0
     if seed is None and position is None and is_zero(temperature):
         seed, position = 0, 0  # greedy: do not advance torch's generator
     return verbatim.sample(
-        logits, **filters(temperature, top_k, top_p, width), seed=seed, position=position
+        logits, **filters(temperature, top_k, top_p), seed=seed, position=position
     )
 
 
@@ -99,7 +98,7 @@ def generate(
         stop_token_ids=() if eos is None else (eos,),
         ignore_eos=True,
         seed=seed,
-        **filters(temperature, top_k, top_p, llm.engine.admission.vocab_size),
+        **filters(temperature, top_k, top_p),
     )
     return tokens if prompt_tokens.dim() == 2 else tokens[0]
 
