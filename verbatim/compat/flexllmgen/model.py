@@ -54,11 +54,10 @@ class Phase:
         parts = [getattr(self, name) for name in _PARTS]
         return None if None in parts else self.wall_s - sum(parts)
 
-    def add(self, wall_s: float, spent: Sequence[float]) -> None:
-        """Add a step: its elapsed seconds, and load, compute and store if they are measured."""
-        self.wall_s += wall_s
-        for name, seconds in zip(_PARTS, spent, strict=False):
-            setattr(self, name, getattr(self, name) + seconds)
+    def add(self, seconds: Sequence[float]) -> None:
+        """Add a step: its elapsed seconds, then load, compute and store if they are measured."""
+        for name, value in zip(("wall_s", *_PARTS), seconds, strict=False):
+            setattr(self, name, getattr(self, name) + value)
 
 
 @dataclass(slots=True)
@@ -117,25 +116,25 @@ class Clock:
         self._requests = requests
         self._read_spent: Spent = spent or tuple
         self._last = self._read()
-        zeros = [0.0 for _ in self._last[1]]
-        self.timings = Timings(len(requests), [], Phase(0, 0.0, *zeros), Phase(0, 0.0, *zeros))
+        zeros = [0.0 for _ in self._last[0]]
+        self.timings = Timings(len(requests), [], Phase(0, *zeros), Phase(0, *zeros))
 
     def lap(self) -> int:
         """Record a step; return the number of tokens that it generated."""
-        (begin, spent, tokens, progress), self._last = self._last, self._read()
-        now, spent_now, tokens_now, progress_now = self._last
-        wall_s, num_new = now - begin, tokens_now - tokens
+        (before, tokens, progress), self._last = self._last, self._read()
+        now, tokens_now, progress_now = self._last
+        seconds = [new - old for new, old in zip(now, before, strict=True)]
         phase = self.timings.decode if progress == progress_now else self.timings.prefill
-        phase.add(wall_s, [new - old for new, old in zip(spent_now, spent, strict=True)])
-        if num_new > 0:
+        phase.add(seconds)
+        if tokens_now > tokens:
             phase.num_steps += 1
-            self.timings.costs.append(wall_s)
+            self.timings.costs.append(seconds[0])
         elif self.timings.costs:
-            self.timings.costs[-1] += wall_s
-        return num_new
+            self.timings.costs[-1] += seconds[0]
+        return tokens_now - tokens
 
-    def _read(self) -> tuple[float, Sequence[float], int, tuple[int, int]]:
-        """Return the time, `spent`, the number of generated tokens, and the progress of prefill.
+    def _read(self) -> tuple[list[float], int, tuple[int, int]]:
+        """Return the time and `spent`, the number of generated tokens, and the progress of prefill.
 
         The progress is the number of rows with new tokens, and the computed prompt tokens of the other rows.
         """
@@ -143,7 +142,7 @@ class Clock:
         begun = sum(bool(row.output_ids) for row in rows)
         computed = sum(row.num_computed for row in rows if not row.output_ids)
         tokens = sum(len(row.output_ids) for row in rows)
-        return perf_counter(), self._read_spent(), tokens, (begun, computed)
+        return [perf_counter(), *self._read_spent()], tokens, (begun, computed)
 
 
 _FEW_TOKENS = 5  # limit of "fewer_batch": one token from prefill and four from decode
