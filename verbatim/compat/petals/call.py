@@ -53,9 +53,9 @@ class GenerateCall:
         tokenizer: Any,
         processors: Any,
         prefix_fn: Any,
-        past: PaddedRows | None,
-        new_columns: PaddedRows | None,
+        columns: PaddedRows,
         *,
+        past_width: int = 0,
         seed: int,
         session_caches: list[SessionCache] | None = None,
     ) -> None:
@@ -64,21 +64,17 @@ class GenerateCall:
             criteria, streamer: the caller's stopping criteria and streamer.
             tokenizer: a transformers tokenizer for `stop_strings`; None takes the model's.
             processors, prefix_fn: the caller's logits processors and `prefix_allowed_tokens_fn`.
-            past: earlier columns of the session; None if there are none.
-            new_columns: new columns. None continues the unfinished rows of `past`, or all if all have ended.
+            columns: all columns before the new ones. Rows that have ended generate only if all have.
+            past_width: number of earlier columns of the session.
             session_caches: the cache of each row of the session; None without a session.
         """
-        self._llm, self._past_width = llm, 0 if past is None else past.width
+        self._llm, self._past_width = llm, past_width
         self._settings, self._streamer = settings, streamer
         self._criteria = _criteria(llm, settings, criteria, streamer, tokenizer)
-        before = new_columns if past is None else past
-        if past is not None and new_columns is not None:
-            before = past.followed_by(new_columns)
-        assert before is not None
         beams, copies = settings.num_beams, settings.num_copies
         # With beam search, one request returns all completions of a row.
         self._copies_per_request = copies if beams > 1 else 1
-        self._prompt_columns = before = before if beams > 1 else before.repeated(copies)
+        self._prompt_columns = before = columns if beams > 1 else columns.repeated(copies)
         admission = llm.engine.admission
         chains = Processors(settings, processors, prefix_fn, before.width, admission.vocab_size)
         fields = {**chains.native}

@@ -106,17 +106,12 @@ class RemoteGenerationMixin:
             mask, tokenizer = kwargs.pop("attention_mask", None), kwargs.pop("tokenizer", None)
             settings = Settings(self.llm, kwargs, generation_config)
             columns = self._new_columns(settings, inputs, mask, session)
-            functions = (
-                stopping_criteria,
-                streamer,
-                tokenizer,
-                logits_processor,
-                prefix_allowed_tokens_fn,
-            )
-            begin = partial(GenerateCall, self.llm, settings, *functions)
+            functions = stopping_criteria, streamer, tokenizer, logits_processor
+            begin = partial(GenerateCall, self.llm, settings, *functions, prefix_allowed_tokens_fn)
             if session is None:
+                assert columns is not None
                 drawn = draw_seed() if seed is None and settings["do_sample"] else seed or 0
-                call = begin(None, columns, seed=drawn)
+                call = begin(columns, seed=drawn)
         except NotSupported as why:
             module = self._whole_module()
             if module is None or session is not None or synced_gpus or _is_unsupported(arguments):

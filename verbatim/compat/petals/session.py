@@ -192,8 +192,11 @@ class InferenceSession(CacheHolder):
         with self._claim():
             self._check_turn(new_columns, settings.num_copies)
             seed = self._resolve_seed(seed)
-            past_width = self.position
-            width = past_width + (0 if new_columns is None else new_columns.width)
+            columns, past_width = self._columns or new_columns, self.position
+            assert columns is not None
+            if self._columns is not None and new_columns is not None:
+                columns = self._columns.followed_by(new_columns)
+            width = columns.width
             length = width + settings.new_tokens(width)
             if length > self._max_length:
                 raise PromptTooLong(
@@ -204,7 +207,7 @@ class InferenceSession(CacheHolder):
             if not self._caches and new_columns is not None:
                 self._caches += [SessionCache(self._max_length) for _ in new_columns.ids]
             try:
-                call = begin(self._columns, new_columns, seed=seed, session_caches=self._caches)
+                call = begin(columns, past_width=past_width, seed=seed, session_caches=self._caches)
                 with self._running(list(call.requests.values())):
                     for cache in self._caches:
                         list(self._handle.sessions.acquire(cache, 0.0))

@@ -39,24 +39,30 @@ _NEVER_NONE = frozenset(
     {"do_sample", "num_beams", "num_return_sequences", "temperature", "length_penalty"}
 )
 
-# Parameters that change tokens or output and are not supported by the engine, with the reason.
-REFUSED = by_name(
+# Parameters that change tokens or output and are not supported by the engine, with the reason. Those of the
+# first table are not supported by transformers' own `generate` either: it runs code from the hub for them, or
+# they are specific to Petals.
+UNSUPPORTED_BY_TRANSFORMERS = by_name(
     {
-        "running a second, unconditional prompt is not supported": (
-            "guidance_scale negative_prompt_ids negative_prompt_attention_mask"
-        ),
-        'drafts belong to the model: open it with draft=, a folder or "ngram"': "assistant_model",
         "the engine runs the loop over tokens": "custom_generate",
-        "only token ids are accepted; the first stage embeds them": "inputs_embeds",
         "K and V stay where they were computed; to continue, use a session": "past_key_values",
-        "positions count the tokens of a row, without padding": "position_ids",
-        "there is only one segment, 0": "token_type_ids",
-        "prompts are used unchanged": "token_healing",
         "contrastive search is not implemented": "penalty_alpha",
         "decoding by contrasting layers is not implemented": "dola_layers",
         "only plain beam search is supported; use num_beams": (
             "diversity_penalty num_beam_groups constraints force_words_ids"
         ),
+    }
+)
+REFUSED = UNSUPPORTED_BY_TRANSFORMERS | by_name(
+    {
+        "running a second, unconditional prompt is not supported": (
+            "guidance_scale negative_prompt_ids negative_prompt_attention_mask"
+        ),
+        'drafts belong to the model: open it with draft=, a folder or "ngram"': "assistant_model",
+        "only token ids are accepted; the first stage embeds them": "inputs_embeds",
+        "positions count the tokens of a row, without padding": "position_ids",
+        "there is only one segment, 0": "token_type_ids",
+        "prompts are used unchanged": "token_healing",
         "attention is computed block by block and not stored": "output_attentions",
         "use LLM.generate with SamplingParams(hidden_states=True)": "output_hidden_states",
         'use draft="mtp" when the model is opened': "use_mtp",
@@ -64,12 +70,6 @@ REFUSED = by_name(
 )
 _OFF_VALUES: dict[str, tuple[Any, ...]] = {"guidance_scale": (1, 1.0), "num_beam_groups": (1,)}
 _OFF_VALUES |= {"diversity_penalty": (0.0,), "penalty_alpha": (0.0,)}
-# Parameters that transformers' own `generate` does not support either: it runs code from the hub for them,
-# or they are specific to Petals.
-UNSUPPORTED_BY_TRANSFORMERS = (
-    "penalty_alpha dola_layers diversity_penalty num_beam_groups constraints force_words_ids "
-    "custom_generate past_key_values"
-).split()
 # Options of transformers' implementation: ignored in a config, rejected as an argument of the call.
 _IMPLEMENTATION = by_name(
     {
