@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -220,9 +220,9 @@ class _Call:
         interval = optional_integer("stream_interval", kwargs.pop("stream_interval", None), 1)
         self._interval = 2 if interval is None else interval
         pad = eos_id if pad_id is None else pad_id
-        self._own_engine: LLM | None = None  # opened for this call only
-        try:
-            self.llm = llm = self._open(model, hooks, kwargs, num_new, fields["num_beams"], pad)
+        with ExitStack() as opened:  # the engine, if it is opened for this call only
+            num_beams = fields["num_beams"]
+            self.llm = llm = self._open(opened, model, hooks, kwargs, num_new, num_beams, pad)
             self._pad = llm.pad_token_id if pad is None else pad
             # A model with hooks receives padded rows, so padding counts.
             longest = columns.width if has_hooks else max(map(len, prompts), default=0)
@@ -234,12 +234,11 @@ class _Call:
             params = params.replace(max_tokens=num_new, seed=seed, stop_token_ids=stops)
             admitted = llm._admit_rows(prompts, params) if num_new else []
             self.requests: dict[int, Request] = dict(enumerate(admitted))
-        except BaseException:
-            self.close()
-            raise
+            self.close = opened.pop_all().close
 
     def _open(
         self,
+        opened: ExitStack,
         model: Any,
         hooks: tuple[Any, Any],
         kwargs: dict[str, Any],
@@ -247,7 +246,10 @@ class _Call:
         num_beams: int,
         pad: int | None,
     ) -> LLM:
-        """Return the model's engine, or one over its own forward, sized for the full length of all rows."""
+        """Return the model's engine, or one over its own forward, sized for the full length of all rows.
+
+        `opened` closes the latter.
+        """
         is_llm, has_hooks, unsupported = isinstance(model, LLM), hooks != (None, None), None
         if has_hooks and num_beams > 1:
             raise NotSupported(
@@ -273,7 +275,7 @@ class _Call:
             except UnsupportedModel as error:
                 unsupported = error
         try:
-            self._own_engine = open_forward(
+            llm = open_forward(
                 model,
                 max_length=max(1, self._columns.width + num_new),
                 max_sequences=max(1, self._columns.num_rows * num_beams),
@@ -282,11 +284,9 @@ class _Call:
                 batch=(self._columns.ids, self._columns.mask.long()),
                 pad_token_id=pad,
             )
-        except UnsupportedModel:
-            if unsupported is None:
-                raise
-            raise unsupported from None
-        return self._own_engine
+        except UnsupportedModel as error:
+            raise unsupported or error from None
+        return opened.enter_context(llm)
 
     def progress(self) -> tuple[list[list[int]], int]:
         """Return the new ids of each row, and the number of columns that are final."""
@@ -311,11 +311,6 @@ class _Call:
                     sent = width
             if sent < max(ready, 1):  # the rows ended between two intervals, or without a new token
                 yield self.output(rows, ready)
-
-    def close(self) -> None:
-        """Close the engine if it was opened for this call."""
-        if self._own_engine is not None:
-            self._own_engine.close()
 
 
 def _clamp_to_limit(num_new: int, longest: int, llm: LLM) -> int:
