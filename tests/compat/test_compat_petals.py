@@ -125,6 +125,26 @@ def test_documented_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
         assert model.llm.stats()["sessions"] == model.llm.stats()["blocks_used"] == 0
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(do_sample=True, seed=3),
+        dict(num_beams=2),
+        dict(no_repeat_ngram_size=2, output_scores=True, return_dict_in_generate=True),
+        dict(stopping_criteria=[lambda ids, scores: ids.shape[1] > 9]),
+    ],
+    ids=["sample", "beams", "scores", "criteria"],
+)
+def test_generate_ignores_torch_default_device(model: Any, options: Any) -> None:
+    expected = model.generate(ROWS, max_new_tokens=5, **options)
+    with torch.device("meta"):
+        found = model.generate(ROWS, max_new_tokens=5, **options)
+    if "return_dict_in_generate" in options:
+        assert all(map(torch.equal, found.scores, expected.scores))
+        found, expected = found.sequences, expected.sequences
+    assert torch.equal(found, expected)
+
+
 PARAMETERS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": dict(num_beams=3),

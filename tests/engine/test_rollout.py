@@ -126,6 +126,16 @@ class TestTensors:
         module.zero_grad()
 
 
+def test_rollouts_and_scores_ignore_torch_default_device(module) -> None:
+    expected = rl.rollout(module, PROMPTS, PARAMS, group_size=2, seed=4)
+    with torch.device("meta"):
+        again = rl.rollout(module, PROMPTS, PARAMS, group_size=2, seed=4)
+        scores = rl.score(module, expected.sequences, expected.attention_mask)
+    assert torch.equal(again.sequences, expected.sequences)
+    assert torch.equal(again.logprobs, expected.logprobs)
+    assert torch.equal(expected.of_responses(scores), expected.logprobs)
+
+
 def test_eos_alone_is_an_action_and_not_padding() -> None:
     module = make("llama")
     with torch.no_grad():

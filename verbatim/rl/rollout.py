@@ -17,7 +17,7 @@ from verbatim.common.checks import integer, optional_integer, switch
 from verbatim.core import FinishReason, Request, Result
 from verbatim.engine.admission import as_prompts
 from verbatim.errors import InvalidRequest
-from verbatim.options import rank_of
+from verbatim.options import on_cpu, rank_of
 from verbatim.params import SamplingParams
 
 
@@ -176,8 +176,9 @@ def rollout(
         ]
         return requests, (llm, checked, llm.pad_token_id if pad is None else pad)
 
-    results, begun = run_admitted(model, admit, process_group)
-    return _lay_out(results, *begun, left=padding_side == "left")
+    with on_cpu():
+        results, begun = run_admitted(model, admit, process_group)
+        return _lay_out(results, *begun, left=padding_side == "left")
 
 
 def _check_params(

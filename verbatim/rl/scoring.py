@@ -16,6 +16,7 @@ from verbatim.api.tensors import run_admitted
 from verbatim.common.checks import number, optional_integer
 from verbatim.core import Request
 from verbatim.errors import InvalidRequest
+from verbatim.options import on_cpu
 from verbatim.params import SamplingParams
 from verbatim.placement.kv_caches import takes_kv_caches
 from verbatim.placement.wrapped import unwrap
@@ -65,12 +66,13 @@ def score(
                 requests.append(llm.engine.admission.admit(ids[row][row_mask].tolist(), params))
         return requests, mask.cpu()
 
-    results, mask = run_admitted(model, admit, process_group)
-    has_logprob = mask & (mask.cumsum(dim=1) > 1)  # all but the first token of a row
-    values = [value for result in results for value in (result.prompt_logprobs or [])[1:]]
-    with torch.inference_mode(False), torch.no_grad():
-        scores = fill(has_logprob, torch.tensor(values, dtype=torch.float32), 0.0)
-        return scores.reshape(sequences.shape)
+    with on_cpu():
+        results, mask = run_admitted(model, admit, process_group)
+        has_logprob = mask & (mask.cumsum(dim=1) > 1)  # all but the first token of a row
+        values = [value for result in results for value in (result.prompt_logprobs or [])[1:]]
+        with torch.inference_mode(False), torch.no_grad():
+            scores = fill(has_logprob, torch.tensor(values, dtype=torch.float32), 0.0)
+            return scores.reshape(sequences.shape)
 
 
 def _records(sequences: Tensor, mask: Tensor, **records: Any) -> dict[str, Any]:

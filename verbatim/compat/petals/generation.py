@@ -19,6 +19,7 @@ from verbatim.compat.petals.session import InferenceSession, active_session, ent
 from verbatim.compat.petals.settings import UNSUPPORTED_BY_TRANSFORMERS, Settings, is_off
 from verbatim.compat.shared import check_kind
 from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.options import on_cpu
 from verbatim.params import SamplingParams
 
 _log = logging.getLogger("verbatim.compat.petals")
@@ -97,34 +98,47 @@ class RemoteGenerationMixin:
             "assistant_model": assistant_model,
             "streamer": streamer,
         }
-        try:
-            if synced_gpus:
-                raise NotSupported(
-                    "synced_gpus=True: not supported; call LLM.generate on each rank"
-                )
-            kwargs["assistant_model"] = assistant_model
-            mask, tokenizer = kwargs.pop("attention_mask", None), kwargs.pop("tokenizer", None)
-            settings = Settings(self.llm, kwargs, generation_config)
-            columns = self._new_columns(settings, inputs, mask, session)
-            functions = stopping_criteria, streamer, tokenizer, logits_processor
-            begin = partial(GenerateCall, self.llm, settings, *functions, prefix_allowed_tokens_fn)
-            if session is None:
-                assert columns is not None
-                drawn = draw_seed() if seed is None and settings["do_sample"] else seed or 0
-                call = begin(columns, seed=drawn)
-        except NotSupported as why:
-            module = self._whole_module()
-            if module is None or session is not None or synced_gpus or _is_unsupported(arguments):
-                raise
-            _log.info("generate runs in the model's own loop: %s", why)
-            rows = None if inputs is None else inputs.to(module.device)
-            output = self.llm.engine.call_module("generate", rows, seed=seed, **arguments)
-        else:
-            if session is None:
-                output = call.run()
+        if synced_gpus:
+            raise NotSupported("synced_gpus=True: not supported; call LLM.generate on each rank")
+        with on_cpu():
+            try:
+                run = self._engine_call(inputs, session, seed, **arguments)
+            except NotSupported as why:
+                module = self._whole_module()
+                if module is None or session is not None or _is_unsupported(arguments):
+                    raise
+                _log.info("generate runs in the model's own loop: %s", why)
+                rows = None if inputs is None else inputs.to(module.device)
+                output = self.llm.engine.call_module("generate", rows, seed=seed, **arguments)
             else:
-                output = session._generate(begin, settings, columns, seed)
+                output = run()
         return output if inputs is None else _on_device(output, inputs.device)
+
+    def _engine_call(
+        self,
+        inputs: Tensor | None,
+        session: InferenceSession | None,
+        seed: int | None,
+        *,
+        generation_config: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        prefix_allowed_tokens_fn: Any,
+        streamer: Any,
+        attention_mask: Any = None,
+        tokenizer: Any = None,
+        **parameters: Any,
+    ) -> Callable[[], Any]:
+        """Return a function that runs a call on the engine; raise NotSupported if the engine can't run it."""
+        settings = Settings(self.llm, parameters, generation_config)
+        columns = self._new_columns(settings, inputs, attention_mask, session)
+        functions = stopping_criteria, streamer, tokenizer, logits_processor
+        begin = partial(GenerateCall, self.llm, settings, *functions, prefix_allowed_tokens_fn)
+        if session is not None:
+            return partial(session._generate, begin, settings, columns, seed)
+        assert columns is not None
+        drawn = draw_seed() if seed is None and settings["do_sample"] else seed or 0
+        return begin(columns, seed=drawn).run
 
     def inference_session(
         self, max_length: int | None = None, *, seed: int | None = None
