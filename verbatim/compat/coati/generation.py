@@ -148,18 +148,12 @@ def _by_ids(call: Callable[..., Any], early_stopping: bool) -> Callable[..., Any
         early_stopping: bool = early_stopping,
         eos_token_id: int | None = None,
         pad_token_id: int | None = None,
-        stop_token_ids: Any = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        temperature: float | None = None,
         **kwargs: Any,
     ) -> Any:
         ends = SimpleNamespace(
             padding_side="left", eos_token_id=eos_token_id, pad_token_id=pad_token_id
         )
-        kwargs |= {"top_k": top_k, "top_p": top_p, "temperature": temperature}
-        kwargs |= {"early_stopping": early_stopping, "stop_token_ids": stop_token_ids}
-        return call(model, input_ids, ends, max_length, **kwargs)
+        return call(model, input_ids, ends, max_length, early_stopping=early_stopping, **kwargs)
 
     return sample
 
