@@ -8,6 +8,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from verbatim.cli.options import MODEL, open_llm, seeded
@@ -97,10 +98,8 @@ def _converse(llm: LLM, params: SamplingParams) -> None:
     if sys.stdin is None:
         raise WrongUsage("stdin is closed: there are no prompts to read")
     if sys.stdin.isatty():
-        try:
+        with suppress(ImportError):
             import readline  # noqa: F401  (gives `input` history and editing)
-        except ImportError:
-            pass
     _print("Interactive mode: type a prompt and press Enter. Ctrl-C to exit.\n")
     while True:
         try:
