@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,9 +16,9 @@ from verbatim.api.padded import pad_rows
 from verbatim.api.tensors import engine_of, has_known_layers, open_forward
 from verbatim.batch import SamplePlan, SampleRow
 from verbatim.common.checks import optional_integer
-from verbatim.compat.megatron.context import DynamicInferenceContext
+from verbatim.compat.megatron.context import DynamicInferenceContext, StopCallback
 from verbatim.compat.megatron.request import InferenceRequest, SamplingParams
-from verbatim.compat.megatron.static import AsyncStream, fill_partial, run_static_batch
+from verbatim.compat.megatron.static import AsyncStream, filled, run_static_batch
 from verbatim.compat.megatron.translation import Translation, detokenize, eod_of, tokenize_prompt
 from verbatim.compat.shared import by_name
 from verbatim.core import TopLogprobs
@@ -89,7 +89,7 @@ class TextGenerationController:
         self.inference_wrapped_model = inference_wrapped_model
         inference_wrapped_model.inference_context = self.inference_context
         self.vocab_size: int = self._translation.llm.engine.admission.vocab_size
-        self._stop: Callable[[list[int]], Iterable[int]] | None = None
+        self._stop: StopCallback | None = None
 
     @property
     def tokenizer(self) -> Any:
@@ -105,9 +105,7 @@ class TextGenerationController:
             )
         self._translation.set_tokenizer(tokenizer)
 
-    def set_stop_word_finished_ids_callback(
-        self, callback: Callable[[list[int]], Iterable[int]] | None
-    ) -> None:
+    def set_stop_word_finished_ids_callback(self, callback: StopCallback | None) -> None:
         """Set a callback that receives the ids of requests with a new token, and returns those to end."""
         self._stop = callback
 
@@ -338,8 +336,7 @@ class TextGenerationController:
             logprobs = None if row_logprobs is None else row_logprobs[start - 1 :][:length].tolist()
             result = copy.copy(request)
             result.request_id = number
-            fill_partial(result, sampling_params, ids, logprobs, text, segments)
-            stream.put(result)
+            stream.put(filled(result, sampling_params, ids, logprobs, text, segments))
             if is_generation_done[row] or length == sampling_params.num_tokens_to_generate:
                 stream.finish()
 

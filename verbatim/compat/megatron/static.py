@@ -232,10 +232,8 @@ def _feed(
     def output_at(result: InferenceRequest, num_ids: int, num_chars: int) -> InferenceRequest:
         shown_logprobs = logprobs[:num_ids] if params.return_log_probs else None
         shown_segments = None if segmenter is None else segments[:num_ids]
-        fill_partial(
-            result, params, ids[:num_ids], shown_logprobs, text[:num_chars], shown_segments
-        )
-        return result
+        shown = ids[:num_ids], shown_logprobs, text[:num_chars], shown_segments
+        return filled(result, params, *shown)
 
     def end() -> None:  # an aborted request's stream is ended by the batch, with the reason
         result = admitted.result
@@ -245,18 +243,19 @@ def _feed(
     admitted.deliver, admitted.on_end = deliver, end
 
 
-def fill_partial(
+def filled(
     result: InferenceRequest,
     params: SamplingParams,
     ids: list[int],
     logprobs: list[float] | None,
     text: str,
     segments: list[str] | None,
-) -> None:
-    """Fill in the output so far of a partial result, a copy of its request."""
+) -> InferenceRequest:
+    """Fill in the output so far of a partial result, a copy of its request, and return it."""
     shows_text = params.detokenize_generations and not params.no_detokenize_streaming_text
     result.generated_text = text if shows_text else ""
     result.generated_segments = segments if shows_text else None
     result.generated_tokens = torch.tensor(ids, dtype=torch.int64)
     result.generated_log_probs = logprobs
     result.generated_length = len(ids)
+    return result
