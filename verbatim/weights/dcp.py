@@ -35,7 +35,7 @@ from verbatim.model.loader import (
 )
 from verbatim.model.stored import read_stored
 from verbatim.weights.lazy import lazy_of, materialize, sources, traced
-from verbatim.weights.skeleton import fill, finish
+from verbatim.weights.skeleton import fill
 
 ALLOWED = (
     "a KempnerForge TOML (a path that ends in .toml), a transformers config, or the folder, "
@@ -86,16 +86,18 @@ def open_dcp(
     if kempner is not None:
         weights = layout.renamed(folder, empty, kempner.model, stored_weights)
     _drop_copies(folder, empty, weights, dtype)
-    module, unused = fill(folder, empty, weights, dtype, files)
-    if kempner is not None:
+    loaded = LoadedModel(empty, tokenizer or None, generation, str(folder), folder=folder)
+    loaded.files, loaded.wrapper, loaded.config = files, config, plain_config
+    if kempner is None:
+        return fill(folder, loaded, weights, source, dtype, in_memory=True)
+
+    def adjust(module: Any) -> list[str]:
         layout.adjust(module, kempner.model, stored_weights)
-        unused = [names[short] for short in stored_weights]
         if tokenizer:
             module.generation_config.eos_token_id = tokenizer.eos_token_id
-    generation = generation or module.generation_config
-    loaded = LoadedModel(module, tokenizer or None, generation, str(folder), folder=folder)
-    loaded.files, loaded.wrapper, loaded.config = files, config, plain_config
-    return finish(loaded, unused, source, in_memory=True)
+        return [names[short] for short in stored_weights]
+
+    return fill(folder, loaded, weights, source, dtype, in_memory=True, adjust=adjust)
 
 
 def _drop_copies(folder: Path, empty: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:

@@ -32,7 +32,6 @@ from verbatim.weights.skeleton import (
     INDEX,
     WEIGHT_FILES,
     fill,
-    finish,
     is_pickle,
     tensors_of,
     weight_files,
@@ -129,11 +128,19 @@ def _open_folder(
     if merged is not None:
         merged, table = merge_experts(merged, table, dtype)
     tensors, is_plain = {name: traced(lazy) for name, lazy in table.items()}, quantization is None
-    module, unused = fill(folder, empty, tensors, dtype, weights, is_plain=is_plain)
     generation = _generation_config(folder, config)
-    loaded = LoadedModel(module, tokenizer or None, generation, named, folder=folder)
+    loaded = LoadedModel(empty, tokenizer or None, generation, named, folder=folder)
     loaded.files, loaded.wrapper = weights, config
-    return finish(loaded, unused, source, in_memory=in_memory, adapter=merged)
+    return fill(
+        folder,
+        loaded,
+        tensors,
+        source,
+        dtype,
+        in_memory=in_memory,
+        is_plain=is_plain,
+        adapter=merged,
+    )
 
 
 def _base_of(adapter: Path) -> tuple[str, str | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +26,39 @@ INDEX = ".index.json"  # suffix of a sharded file's index
 
 def fill(
     path: Path,
-    empty: Any,
+    loaded: LoadedModel,
     tensors: Mapping[str, Tensor] | None,
+    source: ModelSource,
     dtype: torch.dtype,
-    weights: Iterable[Path],
     *,
+    in_memory: bool,
     is_plain: bool = False,
-) -> tuple[Any, list[str]]:
-    """Let transformers assign the tensors of a checkpoint to a module.
+    adapter: AdapterFolder | None = None,
+    adjust: Callable[[Any], list[str]] | None = None,
+) -> LoadedModel:
+    """Let transformers assign the tensors of a checkpoint to the module of a model; return the model.
+
+    The parameters then are lazy weights without memory; tied parameters share one lazy weight.
 
     Args:
         path: the folder of the checkpoint, or a GGUF file.
-        empty: the module on the meta device.
+        loaded: the model, with its module on the meta device, `files` and `wrapper`. If its generation config
+            is None, the module's own is used.
         tensors: the tensors by name, traced or in memory; None: transformers decodes the GGUF file.
         dtype: the module's dtype.
-        weights: the weight files.
+        in_memory: accept parameters that transformers computes in memory instead of reading them.
         is_plain: whether the config has no quantization.
-
-    Returns:
-        The module, and the names of unused tensors.
+        adapter: PEFT adapter to merge into the weights.
+        adjust: function that changes the module before its weights become lazy, and returns the names of
+            unused tensors; None: those are unused that transformers does not expect.
 
     Raises:
-        ModelError: a file is damaged, or weights are missing or of another shape.
+        ModelError: a file is damaged, weights are missing, unused or of another shape, or the adapter does
+            not fit.
+        NotSupported: a parameter is not read from a file.
     """
-    check_size(path, empty, sum(file.stat().st_size for file in weights))
+    empty: Any = loaded.module
+    check_size(path, empty, sum(file.stat().st_size for file in loaded.files))
     kwargs: dict[str, Any]
     if tensors is None:
         kwargs = dict(pretrained_model_name_or_path=str(path.parent), gguf_file=path.name)
@@ -68,39 +77,15 @@ def fill(
     except Exception as error:  # damaged files and a model's own code may raise any type
         raise ModelError(f"{path}: can't be loaded: {first_line(error)}") from error
     _refuse_missing(path, report, is_plain=is_plain)
-    return module, sorted(map(str, report["unexpected_keys"]))
-
-
-def finish(
-    loaded: LoadedModel,
-    unused: list[str],
-    source: ModelSource,
-    *,
-    in_memory: bool,
-    adapter: AdapterFolder | None = None,
-) -> LoadedModel:
-    """Replace the weights of a module by lazy weights, and return the model.
-
-    The parameters then have no memory; tied parameters share one lazy weight.
-
-    Args:
-        loaded: the model, with `wrapper`.
-        unused: names of tensors that the module does not use.
-        in_memory: accept parameters that transformers computes in memory instead of reading them.
-        adapter: PEFT adapter to merge into the weights.
-
-    Raises:
-        ModelError: the adapter does not fit, or there are unused tensors.
-        NotSupported: a parameter is not read from a file.
-    """
-    module: Any = loaded.module
-    loaded.lazy_weights = lazy_weights = _hollow_parameters(module, in_memory)
+    unused = sorted(map(str, report["unexpected_keys"])) if adjust is None else adjust(module)
+    loaded.module, loaded.lazy_weights = module, _hollow_parameters(module, in_memory)
     _read_buffers(module)
     if adapter is not None:
-        merge_adapter(adapter, module, lazy_weights)
+        merge_adapter(adapter, module, loaded.lazy_weights)
         loaded.adapter = adapter.folder
     if source.unused_weights == "error":
         refuse_unused(loaded.name, module, loaded.wrapper, unused)
+    loaded.generation_config = loaded.generation_config or module.generation_config
     module.generation_config = loaded.generation_config
     module.eval()
     return loaded

@@ -32,7 +32,7 @@ from verbatim.model.stored import Stored, stamp_of
 from verbatim.quantization.rows import unfold
 from verbatim.weights.formats.checkpoint import grouped, packed_codes
 from verbatim.weights.lazy import Computed, LazyWeight, Traced, traced
-from verbatim.weights.skeleton import fill, finish
+from verbatim.weights.skeleton import fill
 
 _PACKAGES = {"gguf": "gguf", "accelerate": "accelerate"}
 _SHARD_SUFFIX = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
@@ -108,10 +108,9 @@ def open_gguf(path: Path, source: ModelSource, tokenizer: Any, *, in_memory: boo
         if not in_memory:
             raise
         tensors = None
-    module, unused = fill(path, empty, tensors, resolved, [path])
-    loaded = LoadedModel(module, tokenizer or None, module.generation_config, str(path))
-    loaded.folder, loaded.files, loaded.wrapper = path.parent, [path], config
-    return finish(loaded, unused, source, in_memory=in_memory)
+    loaded = LoadedModel(empty, tokenizer or None, None, str(path), folder=path.parent)
+    loaded.files, loaded.wrapper = [path], config
+    return fill(path, loaded, tensors, source, resolved, in_memory=in_memory)
 
 
 def _open(path: Path) -> Any:
