@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from support.processing import process
 from verbatim.batch import SampleRow
 from verbatim.core import BadWords
 from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
-from verbatim.sampling.processors import bitmask, check_vocabulary, process
+from verbatim.sampling.processors import bitmask, check_vocabulary
 
 INF = math.inf
 

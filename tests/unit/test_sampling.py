@@ -13,12 +13,13 @@ from scipy import stats
 from torch import Tensor
 
 from support.backends import by
+from support.processing import process
 from verbatim import kernels
 from verbatim.batch import Draw, Draws, SamplePlan, SampleRow
 from verbatim.params import SamplingParams
 from verbatim.sampling import logprobs
 from verbatim.sampling.noise import gumbel_row
-from verbatim.sampling.processors import bitmask, edit, is_greedy, process
+from verbatim.sampling.processors import bitmask, edit, is_greedy
 from verbatim.sampling.sampler import sample_rows
 
 INF = math.inf

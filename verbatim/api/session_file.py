@@ -18,9 +18,9 @@ from torch import Tensor
 from verbatim.common.files import atomic_write
 from verbatim.core import SessionCache
 from verbatim.engine.handle import EngineHandle
-from verbatim.engine.sessions import num_in_common
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import SamplingParams
+from verbatim.sampling.stopping import num_in_common
 
 FORMAT, VERSION = "verbatim-session", 3
 _CONFIG_FIELDS = (

@@ -12,7 +12,6 @@ from verbatim.batch import Batch, SampleRow
 from verbatim.common.shield import Shield
 from verbatim.core import CachedBlocks, Sequence
 from verbatim.draft.layers import ActiveDraft, LayersProposer
-from verbatim.engine.sessions import num_in_common
 from verbatim.kv.blocks import BlockPool
 from verbatim.kv.prefixes import block_keys
 from verbatim.kv.states import StateSlots
@@ -20,6 +19,7 @@ from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.protocols import Runner
+from verbatim.sampling.stopping import num_in_common
 
 
 class DraftModelLayers(DraftLayers):

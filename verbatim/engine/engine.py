@@ -177,18 +177,17 @@ class Engine:
             forward = self._compute(work, None)
             if forward is None:
                 continue
-            if any(chunk.draws or not chunk.sequence.output_ids for chunk in work.chunks):
-                break
-            self._commit(work, forward)
-        else:
-            return []
-        self.scheduler.roll_back(work)
-        return [
-            (chunk.sequence.request, draw.id, draw.logprob)
-            for chunk in work.chunks
-            if not chunk.sequence.request.finished
-            for draw in chunk.results[chunk.num_prompt_rows :][:1]
-        ]
+            if not any(chunk.draws or not chunk.sequence.output_ids for chunk in work.chunks):
+                self._commit(work, forward)
+                continue
+            self.scheduler.roll_back(work)
+            return [
+                (chunk.sequence.request, draw.id, draw.logprob)
+                for chunk in work.chunks
+                if not chunk.sequence.request.finished
+                for draw in chunk.results[chunk.num_prompt_rows :][:1]
+            ]
+        return []
 
     def _compute(self, work: Schedule, drafting: Drafting | None) -> Forward | None:
         """Draft, forward and sample, with Ctrl-C allowed; an error rolls the step back.

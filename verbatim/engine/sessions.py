@@ -11,6 +11,7 @@ from verbatim.core import Sequence, SessionCache
 from verbatim.errors import EngineClosed, OutOfBlocks
 from verbatim.kv.blocks import BlockPool
 from verbatim.kv.states import StateSlots
+from verbatim.sampling.stopping import num_in_common
 
 _POLL_S = 0.01  # time between two attempts to reserve blocks
 
@@ -201,11 +202,3 @@ class Sessions:
         """Reset a cache that holds no block."""
         cache.token_ids, cache.adapter = [], 0
         self._idle.pop(cache, None)
-
-
-def num_in_common(ids: list[int], others: list[int]) -> int:
-    """Return the length of the common prefix of two lists of ids."""
-    shorter = min(len(ids), len(others))
-    if ids[:shorter] == others[:shorter]:
-        return shorter
-    return next(i for i in range(shorter) if ids[i] != others[i])

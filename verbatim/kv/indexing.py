@@ -254,19 +254,20 @@ def _attend_to_rows(
         chunk = slice(first, first + rows_at_once)
         missing = torch.cat([positions[chunk] for *_, positions in parts], 1) < 0
         order = missing.byte().argsort(dim=1, stable=True)
-        selected: list[tuple[Tensor, Tensor, Tensor]] = []
-        for k_store, v_store, positions in parts:
+        indices = []  # of rows across blocks and heads
+        for k_store, _, positions in parts:
             valid = positions[chunk].clamp(min=0).long()
             blocks = batch.block_tables[sequences[chunk], valid // block_size].long()
-            index = (blocks[..., None] * k_store.shape[1] + heads) * block_size
-            index += valid[..., None] % block_size
-            selected.append((k_store, v_store, index))
+            first_rows = (blocks[..., None] * k_store.shape[1] + heads) * block_size
+            indices.append(first_rows + valid[..., None] % block_size)
         if copies:
-            k, v = _copy_rows(selected)
+            k = _copy_rows([k_store for k_store, _, _ in parts], indices)
+            same = all(k_store is v_store for k_store, v_store, _ in parts)
+            v = k if same else _copy_rows([v_store for _, v_store, _ in parts], indices)
             tables = torch.arange(missing.numel(), device=q.device).view(1, *missing.shape)
         else:
-            k, v = (store.view(-1, 1, 1, store.shape[3]) for store in selected[0][:2])
-            tables = selected[0][2].movedim(-1, 0)
+            k, v = (store.view(-1, 1, 1, store.shape[3]) for store in parts[0][:2])
+            tables = indices[0].movedim(-1, 0)
         tables = tables.gather(2, order.expand(tables.shape)).transpose(0, 1).flatten(0, 1).int()
         lens = (~missing).sum(1, dtype=torch.int32).repeat_interleave(apart)
         count = torch.arange(len(lens) + 1, dtype=torch.int32, device=q.device)
@@ -276,24 +277,14 @@ def _attend_to_rows(
     return torch.cat(outs)
 
 
-def _copy_rows(sources: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return copies of rows of K and V, in the order of the query rows, as stores with blocks of one row.
+def _copy_rows(stores: list[Tensor], indices: list[Tensor]) -> Tensor:
+    """Copy rows of stores, in the order of the query rows, to one store with blocks of one row.
 
     Args:
-        sources: (K store, V store, row indices `[T, k, Hkv]` across blocks and heads).
+        indices: `[T, k, Hkv]` for each store, row numbers across blocks and heads.
     """
-    copies = []
-    for k_store, v_store, index in sources:
-        k = _gather_rows(k_store, index)
-        copies.append((k, k if v_store is k_store else _gather_rows(v_store, index)))
-    k, v = (
-        (x[0] if len(x) == 1 else torch.cat(x, 1)).flatten(0, 1).unsqueeze(2)
-        for x in zip(*copies, strict=True)
-    )
-    return k, v
-
-
-def _gather_rows(store: Tensor, index: Tensor) -> Tensor:
-    """Return copies `[..., D]` of rows of a store, by indices across blocks and heads."""
-    rows: Tensor = store.flatten(0, 2).index_select(0, index.flatten())
-    return rows.view(*index.shape, store.shape[-1])
+    rows = [
+        store.flatten(0, 2).index_select(0, index.flatten()).view(*index.shape, store.shape[-1])
+        for store, index in zip(stores, indices, strict=True)
+    ]
+    return (rows[0] if len(rows) == 1 else torch.cat(rows, 1)).flatten(0, 1).unsqueeze(2)

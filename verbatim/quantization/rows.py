@@ -155,10 +155,7 @@ def fold(code: Tensor, span: int) -> Tensor:
 def unfold(data: Tensor, span: int) -> Tensor:
     """Unpack bytes `[..., n]`, as returned by `fold`, to codes `[..., 2 * n]`."""
     data = data.unflatten(-1, (-1, span))
-    out = torch.empty(*data.shape[:-1], 2, span, dtype=torch.uint8, device=data.device)
-    torch.bitwise_and(data, 15, out=out[..., 0, :])
-    torch.bitwise_right_shift(data, 4, out=out[..., 1, :])
-    return out.flatten(-3)
+    return torch.stack([data & 15, data >> 4], -2).flatten(-3)
 
 
 def join(code: Tensor, heads: Tensor, packing: Packing) -> Tensor:

@@ -24,15 +24,6 @@ from verbatim.sampling.stopping import stop_sequences
 _MINUS_INF = int(torch.tensor(-math.inf, device="cpu").view(torch.int32))
 
 
-def process(logits: Tensor, row: SampleRow) -> Tensor:
-    """Process one row of raw logits `[V]` before the noise is added; filtered ids become -inf.
-
-    If `is_greedy`, the row is edited but not filtered.
-    """
-    logits = edit(logits.float(), row)
-    return logits if is_greedy(logits, row.params.temperature) else warp(logits, row.params)
-
-
 def warp(logits: Tensor, params: SamplingParams) -> Tensor:
     """Apply temperature and the filters, in order."""
     logits = logits / params.temperature

@@ -35,7 +35,7 @@ MAX_POSITION = 2**32 - 1
 def sample_rows(logits: Tensor, plan: SamplePlan) -> Draws:
     """Draw an id, or score the target, for each row of a plan.
 
-    A drawn id is `argmax(process(logits) + gumbel)`; at temperature 0 the largest logit after penalties,
+    A drawn id is `argmax(warp(edit(logits)) + gumbel)`; at temperature 0 the largest logit after penalties,
     biases and bans. Ties go to the lowest id.
 
     A row that can't be drawn does not affect the others: if its logits have NaN or +inf, or nothing above

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import Self, cast
+from typing import Any, Self, cast
 
 from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
@@ -69,8 +68,7 @@ class StopWatch:
         self._ids: list[int] = []  # the last ids, to match stop sequences
         self._stops = tuple(params.stop)
         self._longest_stop = max(map(len, self._stops), default=1)
-        firsts = "".join(re.escape(stop[0]) for stop in self._stops)
-        self._first_char = re.compile(f"[{firsts}]" if firsts else "(?!)")  # (?!) never matches
+        self._first_chars = {stop[0] for stop in self._stops}
         self._includes_stop = params.include_stop_str_in_output
         self._detokenizer = detokenizer
         self._parts: list[str] = []  # text that can't be part of a stop string
@@ -93,7 +91,7 @@ class StopWatch:
     def text(self) -> str:
         """The final text so far, without text sent before the resume."""
         whole = self.whole_text
-        return whole[_common_prefix(whole, self._sent) :] if self._sent else whole
+        return whole[num_in_common(whole, self._sent) :] if self._sent else whole
 
     def resume(self, token_ids: Iterable[int], sent: str) -> None:
         """Start after existing tokens, none of which ends the completion.
@@ -149,7 +147,7 @@ class StopWatch:
         text = "".join(self._parts[self._num_taken :])
         self._num_taken = len(self._parts)
         if self._unmatched and text:
-            num_repeated = _common_prefix(text, self._unmatched)
+            num_repeated = num_in_common(text, self._unmatched)
             self._unmatched = self._unmatched[num_repeated:] if num_repeated == len(text) else ""
             text = text[num_repeated:]
         return text
@@ -185,11 +183,8 @@ class StopWatch:
         A match that ends in the new text begins in `_partial_stop` or later.
         """
         text = self._partial_stop + new + pending
-        seen = len(self._partial_stop)  # the text already searched
-        for old, now in zip(self._pending, text[seen:], strict=False):
-            if old != now:
-                break
-            seen += 1
+        # The text already searched.
+        seen = len(self._partial_stop) + num_in_common(self._pending, new + pending)
         if seen == len(text):
             return None
         matches = []
@@ -209,13 +204,10 @@ class StopWatch:
         """
         text = self._partial_stop + new
         start = max(0, len(text) - self._longest_stop + 1)
-        while char := self._first_char.search(text, start):
-            start = char.start()
-            if self._begins_stop(text[start:]):
-                break
+        while start < len(text) and not (
+            text[start] in self._first_chars and self._begins_stop(text[start:])
+        ):
             start += 1
-        else:
-            start = len(text)
         self._partial_stop = text[start:]
         if start:
             self._parts.append(text[:start])
@@ -224,11 +216,12 @@ class StopWatch:
         return any(len(end) < len(stop) and stop.startswith(end) for stop in self._stops)
 
 
-def _common_prefix(a: str, b: str) -> int:
-    if a.startswith(b):
-        return len(b)
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+def num_in_common(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Return the length of the common prefix of two strings, or of two lists of ids."""
+    shorter = min(len(a), len(b))
+    if a[:shorter] == b[:shorter]:
+        return shorter
+    return next(i for i in range(shorter) if a[i] != b[i])
 
 
 def single_stop_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
