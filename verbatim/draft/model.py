@@ -103,7 +103,7 @@ class DraftModelProposer(LayersProposer):
 
     def clear(self) -> None:
         """Discard all cached blocks and states."""
-        self.pool = BlockPool(self.runner.num_blocks)
+        self.pool = BlockPool(self.runner.num_blocks, self._block_size)
         self._states = StateSlots(self.runner.num_states)
         self._caches: dict[Ref, DraftCache] = {}  # the least recently used first
         self._stamp = self.runner.stamp() if self.live else None
@@ -189,17 +189,19 @@ class DraftModelProposer(LayersProposer):
 
         Returns the number of positions; if it is less than `num_tokens`, nothing was allocated.
         """
-        pool, states, size = self.pool, self._states, self._block_size
+        pool, states = self.pool, self._states
         count = end - num_tokens + 1
-        while -(-end // size) > len(cache.blocks) + pool.num_free or count > states.num_free(count):
+        while True:
+            room = (len(cache.blocks) + pool.num_free) * self._block_size
+            if end <= room and count <= states.num_free(count):
+                break
             idle = next((ref for ref in self._caches if ref not in using), None)
             if idle is None:
                 break
             self._free(idle)
-        room = (len(cache.blocks) + pool.num_free) * size
         end = min(end, room, num_tokens - 1 + states.num_free(count))
         if end >= num_tokens:
-            cache.blocks += pool.take(max(0, -(-end // size) - len(cache.blocks)))
+            pool.resize(cache, end)
             states.reserve(cache, range(num_tokens, end + 1))
         return end
 

@@ -54,14 +54,14 @@ class Scheduler:
         *,
         prefix_cache: bool = False,
     ) -> None:
-        self.pool = pool = BlockPool(runner.num_blocks)
+        self.pool = pool = BlockPool(runner.num_blocks, runner.block_size)
         self.states = StateSlots(runner.num_states)
-        self.block_size = block_size = runner.block_size
+        self.block_size = runner.block_size
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.max_prompt_rows = max_prompt_rows
-        self.prefixes = Prefixes(pool, self.states, block_size, enabled=prefix_cache)
-        self.sessions = Sessions(pool, self.states, block_size)
+        self.prefixes = Prefixes(pool, self.states, enabled=prefix_cache)
+        self.sessions = Sessions(pool, self.states)
         self.waiting: list[Sequence] = []  # sorted by rank, which is unique and constant
         self.running: dict[Sequence, None] = {}  # in start order
         self.num_preemptions = 0
@@ -181,7 +181,7 @@ class Scheduler:
     def accept(self, sequence: Sequence, num_drafts: int) -> None:
         """Mark `num_drafts` accepted draft rows as computed; free the blocks of the rejected ones."""
         sequence.num_computed += num_drafts
-        self._truncate(sequence, sequence.num_computed)
+        self.pool.resize(sequence, sequence.num_computed)
         self.prefixes.index_blocks(sequence)
         self.states.keep_only(sequence, sequence.num_computed)
 
@@ -193,7 +193,7 @@ class Scheduler:
             if work.block_copies and sequence in self.running:
                 self._requeue(sequence)  # its blocks may not have been copied yet
             elif chunk.max_draft:  # the next step may have no draft, and need the blocks
-                self._truncate(sequence, sequence.num_computed + chunk.num_rows)
+                self.pool.resize(sequence, sequence.num_computed + chunk.num_rows)
 
     def evict(self, sequence: Sequence) -> None:
         """Preempt a running sequence, or free the blocks of a waiting one."""
@@ -236,16 +236,9 @@ class Scheduler:
                 length, blocks * self.block_size - end, self.states.num_free(length)
             )
             self.states.reserve(sequence, range(end + 1, end + chunk.max_draft + 1))
-            missing = -(-(end + chunk.max_draft) // self.block_size) - len(sequence.blocks)
-            sequence.blocks += self.pool.take(max(0, missing))
+            self.pool.resize(sequence, end + chunk.max_draft)
             work.rows -= chunk.max_draft
             work.prompt_rows -= chunk.max_draft
-
-    def _truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Free the blocks after the first `num_tokens` positions."""
-        needed = -(-num_tokens // self.block_size)
-        self.pool.release(sequence.blocks[needed:])
-        del sequence.blocks[needed:]
 
     def _start(self, sequence: Sequence, work: Schedule) -> bool:
         """Start a waiting sequence, preempting others if its priority allows; return whether it started."""
@@ -333,15 +326,14 @@ class Scheduler:
         return sequence is not None
 
     def _free(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
+        self.pool.resize(sequence, 0)
         self.states.keep_only(sequence, 0)
         sequence.num_computed = 0
         sequence.num_draft_computed.clear()
         self.prefixes.unregister(sequence)
 
     def _blocks_missing(self, sequence: Sequence, rows: int) -> int:
-        needed = -(-(sequence.num_computed + rows) // self.block_size)
+        needed = self.pool.blocks_for(sequence.num_computed + rows)
         return max(0, needed - len(sequence.blocks)) + self._needs_copy(sequence)
 
     def _needs_copy(self, sequence: Sequence) -> bool:
@@ -352,18 +344,16 @@ class Scheduler:
     def _allocate(self, chunk: Chunk, work: Schedule) -> None:
         """Allocate the blocks of a chunk, copying a shared block before a write; add it to the batch."""
         sequence = chunk.sequence
-        missing = self._blocks_missing(sequence, chunk.num_rows)
+        end = sequence.num_computed + chunk.num_rows
         index, offset = divmod(sequence.num_computed, self.block_size)
         if self._needs_copy(sequence):
             shared, (copy,) = sequence.blocks[index], self.pool.take(1)
             work.block_copies.append((shared, copy))
             self.pool.release([shared])
             sequence.blocks[index] = copy
-            missing -= 1
         elif offset:  # the block may be cached, for other tokens
             self.pool.forget_block(sequence.blocks[index])
-        sequence.blocks += self.pool.take(missing)
-        end = sequence.num_computed + chunk.num_rows
+        self.pool.resize(sequence, end)
         self.states.reserve(sequence, [end])
         snapshots = self.prefixes.snapshots(sequence, end)
         self.states.reserve(sequence, snapshots[: self.states.num_free(len(snapshots))])

@@ -27,10 +27,9 @@ class Sessions:
     its last block backwards. The session's next turn recomputes them.
     """
 
-    def __init__(self, pool: BlockPool, states: StateSlots, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, states: StateSlots) -> None:
         self.pool = pool
         self.states = states
-        self.block_size = block_size
         self._idle: dict[SessionCache, None] = {}  # with blocks, least recently used first
         self._open: dict[SessionCache, None] = {}  # with a reservation
         self._closed = False
@@ -49,10 +48,7 @@ class Sessions:
         """Number of blocks that all sessions reserve."""
         with self._lock:
             # A copy: the garbage collector may close a session in the middle of the sum.
-            return sum(map(self._needed, list(self._open)))
-
-    def _needed(self, cache: SessionCache) -> int:
-        return -(-cache.max_length // self.block_size)
+            return sum(self.pool.blocks_for(cache.max_length) for cache in list(self._open))
 
     def acquire(self, cache: SessionCache, wait_s: float | None) -> Iterator[float]:
         """Reserve blocks for a session, unless it has a reservation, and mark it as in use.
@@ -65,6 +61,7 @@ class Sessions:
             EngineClosed: the engine or the session is closed.
         """
         deadline = math.inf if wait_s is None else time.monotonic() + wait_s
+        needed, size = self.pool.blocks_for(cache.max_length), self.pool.block_size
         while True:
             now = time.monotonic()
             with self._lock:
@@ -74,15 +71,15 @@ class Sessions:
                     )
                 if cache not in self._open:
                     self._unreserve_idle(now)
-                    if self.num_reserved + self._needed(cache) < self.pool.num_blocks:
+                    if self.num_reserved + needed < self.pool.num_blocks:
                         self._open[cache] = None
                 if cache in self._open:
                     cache.last_used = math.inf  # until `release`
                     return
             if now >= deadline:
                 raise OutOfBlocks(
-                    f"a session of max_length={cache.max_length} needs {self._needed(cache)} blocks of "
-                    f"{self.block_size} tokens; {self.num_reserved} of the {self.pool.num_blocks - 1} that "
+                    f"a session of max_length={cache.max_length} needs {needed} blocks of "
+                    f"{size} tokens; {self.num_reserved} of the {self.pool.num_blocks - 1} that "
                     f"kv_memory holds are reserved by {self.num_open} open sessions, and none of them ended "
                     f"within wait_s={wait_s:g}"
                 )
@@ -165,7 +162,7 @@ class Sessions:
         cache = next(iter(self._idle), None)
         if cache is None:
             return False
-        self._cut(cache, (len(cache.blocks) - 1) * self.block_size)
+        self._cut(cache, (len(cache.blocks) - 1) * self.pool.block_size)
         return True
 
     def drop_kv(self) -> None:
@@ -188,11 +185,10 @@ class Sessions:
 
     def _cut(self, cache: SessionCache, num_tokens: int) -> None:
         """Free the blocks after the first `num_tokens` tokens, and all states but the one at their end."""
-        needed = -(-num_tokens // self.block_size)
-        self.pool.release(cache.blocks[needed:])
-        del cache.blocks[needed:], cache.token_ids[num_tokens:]
+        self.pool.resize(cache, num_tokens)
+        del cache.token_ids[num_tokens:]
         cache.num_computed = len(cache.token_ids)
-        cache.num_indexed = min(cache.num_indexed, cache.num_computed // self.block_size)
+        cache.num_indexed = min(cache.num_indexed, cache.num_computed // self.pool.block_size)
         cache.truncate_draft_cache(cache.num_computed)
         self.states.keep_only(cache, num_tokens)
         if not cache.blocks:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from verbatim.batch import SCRATCH_BLOCK
+from verbatim.core import CachedBlocks
 
 
 def root_key(salt: str | None, adapter: int = 0) -> bytes:
@@ -28,11 +29,15 @@ class BlockPool:
     if its count is 0 but its contents are indexed by key, and *free* otherwise. When no block is free, cached
     ones are evicted, least recently used first. A sequence references all of its blocks and releases the last
     one first, so eviction shortens prefixes from their end.
+
+    Args:
+        block_size: positions per block.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         assert num_blocks >= 2, num_blocks
         self.num_blocks = num_blocks
+        self.block_size = block_size
         # A stack, as the memory of the last released block is warm and already mapped.
         self._free = list(range(num_blocks - 1, SCRATCH_BLOCK, -1))
         self._ref_counts = [0] * num_blocks
@@ -52,6 +57,17 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         return self.num_blocks - 1 - self.num_free
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return the number of blocks of a sequence with `num_tokens` positions."""
+        return -(-num_tokens // self.block_size)
+
+    def resize(self, cached: CachedBlocks, num_tokens: int) -> None:
+        """Take or release blocks, so that a sequence has those of its first `num_tokens` positions."""
+        count = self.blocks_for(num_tokens)
+        self.release(cached.blocks[count:])
+        del cached.blocks[count:]
+        cached.blocks += self.take(count - len(cached.blocks))
 
     def take(self, count: int) -> list[int]:
         """Allocate `count` blocks, at most `num_free`, each with a reference count of 1."""

@@ -31,12 +31,10 @@ class Prefixes:
 
     folder: PrefixFolder | None = None
 
-    def __init__(
-        self, pool: BlockPool, states: StateSlots, block_size: int, *, enabled: bool
-    ) -> None:
+    def __init__(self, pool: BlockPool, states: StateSlots, *, enabled: bool) -> None:
         self.pool = pool
         self.states = states
-        self.block_size = block_size
+        self.block_size = pool.block_size
         self.enabled = enabled
         self.num_hits = 0  # cached tokens found since the engine was opened
         self._in_flight: dict[bytes, Sequence] = {}  # by key of a block that a prefill will fill
@@ -69,7 +67,7 @@ class Prefixes:
         """Load the blocks of a prefix that are in files and follow the blocks `in_memory`."""
         self.pool.share(in_memory)  # protects them from eviction
         try:
-            needed = -(-sequence.num_tokens // self.block_size) - len(in_memory)
+            needed = self.pool.blocks_for(sequence.num_tokens) - len(in_memory)
             if self.pool.num_free >= needed and self.states.num_free(3) == 3:
                 usable = len(in_memory) + folder.count_leading(keys[len(in_memory) :])
                 cached = self.states.pool.has

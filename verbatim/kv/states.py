@@ -105,7 +105,7 @@ class StateSlots:
     def __init__(self, num_slots: int) -> None:
         self.enabled = num_slots > 0
         # Without states, the pool is unused.
-        self.pool = BlockPool(num_slots if self.enabled else 2)
+        self.pool = BlockPool(num_slots if self.enabled else 2, block_size=1)
 
     def num_free(self, count: int) -> int:
         """Return how many of `count` slots can be taken: all if the model has no recurrent layers."""
