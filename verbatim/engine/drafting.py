@@ -76,7 +76,7 @@ class Drafting:
                 raise ValueError(f"{count} drafts for {len(chunks)} sequences")
             for chunk, draft in zip(chunks, drafts, strict=True):
                 num_cut = set_draft(chunk, draft, self._vocab_size)
-                for stats in self._stats_of(chunk):
+                for stats in (self.totals, chunk.sequence.request.metrics.draft):
                     stats.num_cut += num_cut
         except KeyboardInterrupt:
             raise
@@ -105,7 +105,7 @@ class Drafting:
             return
         if chunk.max_draft and chunk.sequence not in self._waiting:
             self._lengths.note_draft(chunk.sequence, chunk.max_draft, chunk.num_accepted)
-        for stats in self._stats_of(chunk):
+        for stats in (self.totals, request.metrics.draft):
             stats.num_forwards += 1
             stats.num_tokens += 1 + chunk.num_accepted
             if chunk.draft_ids:
@@ -141,9 +141,6 @@ class Drafting:
             "last_error": self.last_error,
             "time_s": totals.time_s,
         }
-
-    def _stats_of(self, chunk: Chunk) -> tuple[DraftStats, DraftStats]:
-        return self.totals, chunk.sequence.request.metrics.draft
 
     def _report(self, error: BaseException) -> None:
         text = type(error).__name__

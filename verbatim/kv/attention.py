@@ -102,12 +102,12 @@ def paged_attention(
         `[T, H, Dv]` in the dtype of `q`.
     """
     stored = q.dtype if packing is not None else k_store.dtype
+    value_size = v_store.shape[3] if packing is None else value_size
     attend = kernel("vb_attention") if q.device.type == "cpu" else None
     if attend is not None and q.dtype in SUFFIX and stored in SUFFIX:
         num_tokens, heads, key_size = q.shape
-        _, kv_heads, block_size, width = v_store.shape
+        kv_heads, block_size = v_store.shape[1:3]
         kv_format = int(k_store.dtype == torch.bfloat16) if packing is None else packing.bits
-        value_size = width if packing is None else value_size
         query_starts, context_lens, block_tables = batch
         num_sequences, max_blocks = block_tables.shape
         sinks, alibi = options.sinks, options.alibi
@@ -131,8 +131,6 @@ def paged_attention(
             *(options.scale, options.softcap, *addresses(sinks, alibi)),
         )
         return out
-    if packing is None:
-        value_size = v_store.shape[3]
     if kernels.uses_triton(q.device):
         from verbatim.kernels.triton import attention
 

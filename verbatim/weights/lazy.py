@@ -93,11 +93,9 @@ class Traced(Tensor):
         out = func(*shapes[0], **shapes[1])
         of_args, of_kwargs = tree_map(lazy_of, (args, kwargs))
         if isinstance(out, Tensor):
-            if func in _IDENTITIES:
-                return Traced(of_args[0], out)
-            if func is _aten._to_copy.default and out.dtype == args[0].dtype:
-                return Traced(of_args[0], out)
-            return Traced(Computed(func, of_args, of_kwargs), out)
+            copies = func is _aten._to_copy.default and out.dtype == args[0].dtype
+            is_same = copies or func in _IDENTITIES
+            return Traced(of_args[0] if is_same else Computed(func, of_args, of_kwargs), out)
         return type(out)(
             Traced(Computed(func, of_args, of_kwargs, i), o) for i, o in enumerate(out)
         )

@@ -164,10 +164,8 @@ def load_weights(
         if cache is not None:
             cache.write(weights.values())
     for weight in weights.values():
-        weight.interleave()
-    release_free_memory()
-    for weight in weights.values():
         weight.assign()
+    release_free_memory()
     packed = {w.name: w for w in weights.values() if w.packing is not None}
     if not packed:
         return None
@@ -235,17 +233,17 @@ class _Weight:
         if self.packing is not None and num_bytes > _TRIM_BYTES:
             release_free_memory()
 
-    def interleave(self) -> None:
-        """Convert the weight to the layout for quantized activations, if it has one."""
+    def assign(self) -> None:
+        """Assign the weight to its layers; tied layers share one tensor.
+
+        A weight for quantized activations is converted to their layout, which the cache file does not have.
+        """
         if self.packing is not None and self.packing.interleaved:
             with torch.inference_mode(False):
                 self.parts = {
                     cut: (interleave(data, packing), packing)
                     for cut, (data, packing) in self.parts.items()
                 }
-
-    def assign(self) -> None:
-        """Assign the weight to its layers; tied layers share one tensor."""
         for layer, name, cut in self.uses:
             tensor, packing = self.parts[cut]
             if packing is not None:

@@ -109,8 +109,8 @@ def _open_folder(
         folder = _download(named, hub, in_memory, file).resolve()
         read_modelopt_config(folder, config)
     weights, quantization = weight_files(folder, file), quantization_of(config)
-    if not weights or (is_pickle(weights[0]) and (quantization is not None or not in_memory)):
-        is_plain = quantization is None
+    is_plain = quantization is None
+    if not weights or (is_pickle(weights[0]) and not (is_plain and in_memory)):
         reader = "this placement needs" if is_plain else "a quantized checkpoint needs"
         raise NotSupported(
             f"{reader} {file or 'model.safetensors or its shards'}, which {folder} lacks; load "
@@ -127,7 +127,7 @@ def _open_folder(
         table = decode(folder, table, quantization, dtype)
     if merged is not None:
         merged, table = merge_experts(merged, table, dtype)
-    tensors, is_plain = {name: traced(lazy) for name, lazy in table.items()}, quantization is None
+    tensors = {name: traced(lazy) for name, lazy in table.items()}
     generation = _generation_config(folder, config)
     loaded = LoadedModel(empty, tokenizer or None, generation, named, folder=folder)
     loaded.files, loaded.wrapper = weights, config
