@@ -346,7 +346,6 @@ class Sequence(CachedBlocks):
             None if self.grammar is None else self.grammar.fork(),
             output_ids=list(self.output_ids),
             tokens=list(self.tokens),
-            keys=list(self.keys),
             number=self.number,
         )
 

@@ -10,7 +10,7 @@ import torch
 from support.poison import poison
 from support.toys import random_ids
 from verbatim.batch import ZERO_STATE, Batch
-from verbatim.kv.states import open_states
+from verbatim.kv.states import StateStore
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
 
@@ -24,8 +24,8 @@ def poisoned_store(
     spec = decoder.spec
     store = KVStore(spec.layers, num_blocks, block_size, spec.dtype, torch.device("cpu"))
     poison(store, range(num_blocks))
-    store.states = open_states(spec.states, num_states, torch.device("cpu"))
-    if store.states is not None:
+    if spec.states:
+        store.states = StateStore(spec.states, num_states, torch.device("cpu"))
         poison(store.states, range(num_states))
     return store
 

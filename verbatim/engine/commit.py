@@ -40,11 +40,8 @@ def commit(chunk: Chunk, hidden: Tensor | None, scheduler: Scheduler) -> list[Se
             "infinite, or the request's bans, structure and filters leave no token"
         )
     scheduler.advance(chunk)
-    if not request.params.hidden_states:
-        hidden = None
-    if hidden is not None:
-        hidden = hidden[chunk.first_logits_row :]
-    for row, draw in enumerate(results[: chunk.num_prompt_rows]):
+    first_row = chunk.first_logits_row
+    for row, draw in enumerate(results[: chunk.num_prompt_rows], first_row):
         request.prompt_tokens.append(_token(request, draw, hidden, row))
     if sequence.finished:  # recomputed for its recorded choices
         return [] if sequence.num_uncomputed else [sequence]
@@ -57,23 +54,21 @@ def commit(chunk: Chunk, hidden: Tensor | None, scheduler: Scheduler) -> list[Se
     if chunk.is_complete:
         sequence.complete()
         return [sequence]
-    drawn = results[chunk.num_prompt_rows :]
-    if hidden is not None:
-        hidden = hidden[chunk.num_prompt_rows :]
+    drawn, first_row = results[chunk.num_prompt_rows :], first_row + chunk.num_prompt_rows
     if request.metrics.first_token_s == 0.0:
         request.metrics.first_token_s = time.monotonic() - request.arrival
     if request.search is not None:
-        token = _token(request, drawn[0], hidden, 0)
+        token = _token(request, drawn[0], hidden, first_row)
         return add_candidates(sequence, drawn[0].candidates, token, scheduler)
     samples = drawing_sequences(chunk)
     for sibling in samples[1:]:
         scheduler.fork(sequence, sibling)
     if len(samples) > 1:
         for draw, sample in zip(drawn, samples, strict=True):
-            sample.push(draw.id, _token(request, draw, hidden, 0))
+            sample.push(draw.id, _token(request, draw, hidden, first_row))
     else:
         for row, draw in enumerate(drawn):
-            sequence.push(draw.id, _token(request, draw, hidden, row))
+            sequence.push(draw.id, _token(request, draw, hidden, first_row + row))
             if sequence.finished:
                 break
         chunk.num_accepted = row  # the last row that was pushed follows only accepted drafts
@@ -102,6 +97,9 @@ def _valid_draws(chunk: Chunk) -> Draws:
 
 
 def _token(request: Request, draw: Draw, hidden: Tensor | None, row: int) -> Token:
+    """Return the values to record for a draw from logits row `row`."""
+    if not request.params.hidden_states:
+        hidden = None
     return Token(
         draw.logprob,
         draw.sampled_logprob,

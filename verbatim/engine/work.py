@@ -6,6 +6,8 @@ to the CPU and processed here first.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -129,12 +131,11 @@ def draw(runner: Runner, forward: Forward, chunks: list[Chunk], fail: Fail) -> N
     rows: list[SampleRow] = []
     logits_rows: list[int] = []
     drawing: list[tuple[Chunk, int]] = []  # the chunks that draw, with their numbers of rows
-    fetched: dict[int, Tensor] = {}  # logits for processors, by row
 
+    @functools.cache
     def fetch(index: int) -> Tensor:
-        if index not in fetched:
-            fetched[index] = runner.logits(forward, [index])[0]
-        return fetched[index]
+        """Return the logits of a row, for processors."""
+        return runner.logits(forward, [index])[0]
 
     for chunk in chunks:
         try:
@@ -154,11 +155,9 @@ def draw(runner: Runner, forward: Forward, chunks: list[Chunk], fail: Fail) -> N
         drawing.append((chunk, len(indexed)))
         rows += [row for _, row in indexed]
         logits_rows += [index for index, _ in indexed]
-    results = runner.sample(forward, SamplePlan(rows, logits_rows))
-    start = 0
+    results = iter(runner.sample(forward, SamplePlan(rows, logits_rows)))
     for chunk, count in drawing:
-        chunk.results = results[start : start + count]
-        start += count
+        chunk.results = list(itertools.islice(results, count))
 
 
 def _prompt_rows(chunk: Chunk) -> list[IndexedRow]:

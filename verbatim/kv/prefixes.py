@@ -53,13 +53,16 @@ class Prefixes:
             cached = self.pool.find(keys)
         blocks = cached[: self.states.longest_cached(keys[: len(cached)])]
         self._queue(sequence, "blocks", keys[: len(blocks)], 0)
-        if blocks and self.states.enabled:
-            self._queue(sequence, "states", keys[len(blocks) - 1 : len(blocks)], len(blocks))
         self.pool.share(blocks)
-        self.states.attach(sequence, len(blocks) * self.block_size, keys[: len(blocks)])
         sequence.blocks = blocks
         sequence.num_computed = len(blocks) * self.block_size
         sequence.num_indexed = len(blocks)
+        if blocks and self.states.enabled:
+            key = keys[len(blocks) - 1]
+            self._queue(sequence, "states", [key], len(blocks))
+            slots = self.states.pool.find([key])
+            self.states.pool.share(slots)
+            sequence.states = {sequence.num_computed: slots[0]}
 
     def _load(
         self, folder: PrefixFolder, sequence: Sequence, keys: list[bytes], in_memory: list[int]
@@ -149,8 +152,8 @@ class Prefixes:
             blocks, offset = divmod(position, self.block_size)
             if offset or not first < blocks <= full:
                 continue
-            key = sequence.keys[blocks - 1]
-            self.states.remember(sequence, position, key)
+            key, slots = sequence.keys[blocks - 1], sequence.states
+            slots[position] = self.states.pool.remember(slots[position], key)
             if position >= sequence.request.num_input_tokens:
                 if sequence.snapshot is not None:
                     self.states.pool.drop(sequence.snapshot)

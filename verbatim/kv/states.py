@@ -85,13 +85,6 @@ class StateStore(BlockStore):
         return tensors
 
 
-def open_states(
-    shapes: list[StateShape], num_slots: int, device: torch.device
-) -> StateStore | None:
-    """Return the store for a model's states; None without states."""
-    return StateStore(shapes, num_slots, device) if shapes else None
-
-
 class StateSlots:
     """Allocates slots to sequences; `CachedBlocks.states` maps numbers of tokens to the slots after them.
 
@@ -129,19 +122,6 @@ class StateSlots:
         if slot is not None:
             self.pool.share([slot])
             child.states = {parent.num_computed: slot}
-
-    def attach(self, cached: CachedBlocks, position: int, keys: list[bytes]) -> None:
-        """Attach the cached state after `position` tokens, the prefix with these keys, to a sequence."""
-        if self.enabled and keys:
-            (slot,) = self.pool.find(keys[-1:])
-            self.pool.share([slot])
-            cached.states = {position: slot}
-
-    def remember(self, cached: CachedBlocks, position: int, key: bytes) -> None:
-        """Cache the state after the prefix with this key, if the sequence has it."""
-        slot = cached.states.get(position)
-        if slot is not None:
-            cached.states[position] = self.pool.remember(slot, key)
 
     def longest_cached(self, keys: list[bytes]) -> int:
         """Return the largest number of leading keys after which a state is cached; all without states."""

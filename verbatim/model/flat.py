@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from verbatim.batch import ZERO_STATE, Batch
 from verbatim.kernels.functions import recorded_whole, struct_layout
 from verbatim.kernels.options import AnyOptions, AttentionOptions, IndexOptions
-from verbatim.kv.states import StateRows, StateShape, Update, open_states
+from verbatim.kv.states import StateRows, StateShape, StateStore, Update
 from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.context import activate
 from verbatim.model.differential import noise
@@ -234,7 +234,7 @@ def noise_store(
 ) -> KVStore:
     """Return a store filled with noise, for a `span_batch` of at most `count` sequences."""
     store = KVStore(layers, 1 + count, BLOCK_SIZE, dtype, device)
-    store.states = open_states(states, 1 + 2 * count, device)
+    store.states = StateStore(states, 1 + 2 * count, device) if states else None
     for tensor in contents_of(store):
         tensor[:] = _cached_noise(tuple(tensor.shape[1:]), tensor.dtype)
     if store.states is not None:

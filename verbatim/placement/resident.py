@@ -14,7 +14,7 @@ from verbatim.common.heap import release_free_memory
 from verbatim.errors import NotSupported, OutOfBlocks, VerbatimError
 from verbatim.kernels.functions import has_kernels
 from verbatim.kv.flat import BlockStore, read_rows, write_rows
-from verbatim.kv.states import open_states
+from verbatim.kv.states import StateStore
 from verbatim.kv.store import KVStore, cache_info
 from verbatim.model.decoder import Decoder
 from verbatim.model.device import Device
@@ -328,7 +328,7 @@ def open_store(
     """
     dtype, device = options.kv_dtype or spec.dtype, options.device.torch
     drafts.open_stores(num_blocks, options.block_size, dtype)
-    states = open_states(spec.states, num_states, device)
+    states = StateStore(spec.states, num_states, device) if spec.states else None
     store = make(spec.layers, num_blocks, options.block_size, dtype, device)
     store.states, store.batch_invariant = states, options.device.batch_invariant
     return store

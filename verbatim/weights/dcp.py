@@ -62,8 +62,7 @@ def open_dcp(
         UnsupportedModel: the architecture is not supported.
         NotSupported: the config is quantized; or, `with_config`, its class is not part of transformers.
     """
-    where = {"trust_remote_code": source.trust_remote_code, "revision": source.revision}
-    config, kempner, generation = _config_of(folder, source.config, where)
+    config, kempner, generation = _config_of(folder, source)
     if getattr(config, "quantization_config", None) is not None:
         raise NotSupported("a config with a quantization_config: quantized DCP is not read")
     checkpoint = DcpCheckpoint(folder)
@@ -114,30 +113,30 @@ def _drop_copies(folder: Path, empty: Any, tensors: dict[str, Tensor], dtype: to
                 )
 
 
-def _config_of(
-    folder: Path, config: Any, where: dict[str, Any]
-) -> tuple[Any, KempnerConfig | None, Any]:
+def _config_of(folder: Path, source: ModelSource) -> tuple[Any, KempnerConfig | None, Any]:
     """Return the transformers config, and KempnerForge's and the generation config, if any."""
     from transformers import PretrainedConfig
 
+    config = source.config
     if config is None:
         raise InvalidRequest(
             f"{folder} is a torch.distributed.checkpoint, which holds no config: config= must be "
             f"{ALLOWED}"
         )
     if isinstance(config, str | os.PathLike):
-        source = os.path.expanduser(os.fspath(config))
-        if not source.endswith(".toml"):
-            if not os.path.exists(source) and not HUB_ID.match(source):
+        named = os.path.expanduser(os.fspath(config))
+        if not named.endswith(".toml"):
+            where: dict[str, Any] = {"trust_remote_code": source.trust_remote_code}
+            if os.path.exists(named):
+                where["local_files_only"] = True
+            elif HUB_ID.match(named):
+                where |= hub_arguments(named, source.revision)
+            else:
                 raise InvalidRequest(
-                    f"config={source!r}: does not exist and is not a hub id; must be {ALLOWED}"
+                    f"config={named!r}: does not exist and is not a hub id; must be {ALLOWED}"
                 )
-            remote, revision = where["trust_remote_code"], where["revision"]
-            is_here = os.path.exists(source)
-            hub_options = {"local_files_only": True} if is_here else hub_arguments(source, revision)
-            where = {"trust_remote_code": remote, **hub_options}
-            return read_config(source, where), None, _generation(source, where)
-        config = KempnerConfig.read(source)
+            return read_config(named, where), None, _generation(named, where)
+        config = KempnerConfig.read(named)
     if isinstance(config, KempnerConfig):
         return layout.transformers_config(config.model), config, None
     if isinstance(config, PretrainedConfig):
