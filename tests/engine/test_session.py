@@ -52,6 +52,7 @@ from verbatim import (
 )
 from verbatim.api.opening import open_engine
 from verbatim.api.session_file import _digest
+from verbatim.core import Request
 
 PLAIN_OPEN = open_engine  # before a fixture replaces it by one that poisons KV blocks
 VOCAB = 340
@@ -778,6 +779,25 @@ def test_kv_of_session_file_is_refused_while_engine_is_paused(state: str, tmp_pa
         llm.resume()
         with llm.session(load=path) as loaded:
             assert loaded._cache.blocks
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_save_with_kv_is_refused_if_engine_is_paused_meanwhile(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "talk.session"
+    with open_llm() as llm, llm.session(64, seed=7) as session:
+        session.generate(PROMPT, P8)
+        submit = llm.engine.submit
+
+        def submit_and_pause(request: Request) -> None:
+            submit(request)
+            llm.pause(mode)
+
+        monkeypatch.setattr(llm.engine, "submit", submit_and_pause)
+        with pytest.raises(VerbatimError, match="is paused"):
+            session.save(path, kv=True)
+        assert not llm.engine.has_work and not path.exists()
 
 
 def test_failed_write_of_saved_kv_frees_its_blocks(

@@ -296,15 +296,29 @@ def _identity_of_kv(engine: EngineHandle, token_ids: list[int], num_tokens: int)
     """Return properties that identify the K and V of a session's first tokens, besides the numerics key.
 
     A digest of the log-probs of some tokens identifies the weights.
+
+    Raises:
+        VerbatimError: the engine is paused or asleep.
     """
-    engine.check_running()  # else the request below would wait
     info = engine.info()
     layout = info["kv_dtype"], info.get("attention", "exact"), info.get("ranks")
     probe_ids = token_ids[: min(_NUM_PROBED, engine.admission.max_length) - 1]
     # One more token after them: its log-prob depends on the last one's K and V.
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
-    (result,) = engine.run([engine.admission.admit([*probe_ids, token_ids[0]], params)])
-    assert result.prompt_logprobs is not None
+    request = engine.admission.admit([*probe_ids, token_ids[0]], params)
+    engine.submit(request)
+    try:
+        while True:
+            engine.check_running()  # in a loop, since `run` would wait for `resume`
+            if request.finished:
+                break
+            engine.step_or_wait(lambda: request.finished)
+    finally:
+        engine.abort(request)
+    if request.error is not None:
+        raise request.error
+    result = request.result
+    assert result is not None and result.prompt_logprobs is not None
     scores = result.prompt_logprobs[1:]
     packed = struct.pack(f"<{len(scores)}d", *scores)
     return {
