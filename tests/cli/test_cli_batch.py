@@ -361,10 +361,18 @@ def test_lines_over_a_limit_on_all_lines_together_wait(answer, llm, monkeypatch,
         monkeypatch.setattr("verbatim.serve.service._MAX_RESPONSES", 1)
     # Three prompts at once never fit into the queue, and a hundred tokens not into a response.
     never = line("never", {"prompt": ["a", "b", "c"], "max_tokens": 100})
+    admitted, admit = [], llm.engine.admission.admit
+
+    def counted(prompt, *args, **kwargs):
+        admitted.append(prompt)
+        return admit(prompt, *args, **kwargs)
+
+    monkeypatch.setattr(llm.engine.admission, "admit", counted)
     _, records = answer([never, *some(20)], in_flight=10)
     statuses = {r["custom_id"]: r["response"]["status_code"] for r in records}
     assert statuses.pop("never") == (429 if limit == "queue" else 400)
     assert set(statuses.values()) == {200} and len(statuses) == 20
+    assert len(admitted) == 3 + 20  # a line that waits is not tokenized again
 
 
 def test_half_surrogate_pair_does_not_end_the_run(answer):

@@ -205,21 +205,14 @@ class BatchRun:
             return _InvalidLine(code, refusal.message, custom_id)
 
     async def _answer(self, line: _Line) -> tuple[int, dict[str, Any]]:
-        """Return the status and the body of a response, once the line is not refused for others' sake."""
-        while True:
-            status, body = await self._try(line)
-            if status != 429 or not self.service.num_in_progress:
-                return status, body
-            await asyncio.sleep(RETRY_AFTER_S)
-
-    async def _try(self, line: _Line) -> tuple[int, dict[str, Any]]:
+        """Return the status and the body of a response."""
         handler = _ENDPOINTS[line.url]
         model = model_of(handler)
         try:
             body: Any = model.model_validate({"model": self.service.name} | line.body)
             if body.stream:
                 raise Refusal(400, "stream: not supported in a batch", param="stream")
-            return 200, await handler(self.service, body).answer(Client())
+            return 200, await self._wait_and_answer(handler(self.service, body))
         except (EngineClosed, StageFailed, TierFailed):
             raise  # affects all requests
         except ValidationError as error:
@@ -229,6 +222,17 @@ class BatchRun:
         except Exception as error:  # with its message, which the server would hide
             refusal = Refusal(500, f"{type(error).__name__}: {error}")
         return refusal.status_code, refusal.body()
+
+    async def _wait_and_answer(self, request: Any) -> dict[str, Any]:
+        """Return the answer to an `ApiRequest`, once it is not refused for others' sake."""
+        while True:
+            try:
+                answer: dict[str, Any] = await request.answer(Client())
+                return answer
+            except (Refusal, QueueFull, OutOfBlocks) as error:
+                if refusal_of(error).status_code != 429 or not self.service.num_in_progress:
+                    raise
+            await asyncio.sleep(RETRY_AFTER_S)
 
 
 def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -16,7 +16,7 @@ from verbatim.engine.admission import as_prompts
 from verbatim.params import SamplingParams
 from verbatim.serve.errors import Refusal
 from verbatim.serve.fields import Completions, ForTrainers
-from verbatim.serve.service import NO_IDS, Client, Service
+from verbatim.serve.service import NO_IDS, Client, Reservation, Service
 
 log = logging.getLogger("verbatim.serve")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -63,12 +63,24 @@ class ApiRequest(Generic[Body]):
             log.info("%s is for user %.200r", self.id, user)
         by_id = getattr(body, "return_tokens_as_token_ids", False)
         self.texts = service.id_texts if by_id else service.texts
+        self._requests = list[Request]()  # once admitted
+
+    async def _admit(self, reservation: Reservation) -> list[Request]:
+        """Return a request for each prompt; after a refusal with status 429, the same ones again."""
+        if not self._requests or any(request.finished for request in self._requests):
+            prompts, params = await self.ask()
+            self._requests = await self.service.admit(reservation, prompts, params, self.shown_ids)
+        else:
+            for request in self._requests:
+                request.arrival = time.monotonic()  # `timeout_s` begins again
+        self.service.reserve_bytes(reservation, self._requests)
+        return self._requests
 
     async def answer(self, client: Client) -> dict[str, Any]:
-        """Generate, and return the whole response."""
+        """Generate, and return the whole response. May be called again after a refusal with status 429."""
         service = self.service
         with service.reserve(client) as reservation:
-            requests = await service.admit(reservation, *await self.ask(), self.shown_ids)
+            requests = await self._admit(reservation)
             results = await service.llm.engine.arun(requests)
             service.metrics.note(results)
         await self.count_reasoning(results)
@@ -78,7 +90,7 @@ class ApiRequest(Generic[Body]):
         """Generate, and yield the response as events, at each step."""
         service, results = self.service, list[Result]()
         with service.reserve(client) as reservation:
-            requests = await service.admit(reservation, *await self.ask(), self.shown_ids)
+            requests = await self._admit(reservation)
             numbers = {request.request_id: i for i, request in enumerate(requests)}
             async with aclosing(service.llm.engine.astream(requests)) as deltas:
                 async for delta in deltas:

@@ -225,9 +225,7 @@ class Service:
         Only prompts with the same API key share cached prefixes. `shown_ids` stay in the text.
 
         Raises:
-            InvalidRequest: more completions than `max_choices`, or a response larger than
-                `max_response_bytes`.
-            Refusal: 429: the responses in progress would be too large together.
+            InvalidRequest: more completions than `max_choices`, or an invalid prompt or parameter.
         """
         if len(prompts) * params.n > self.settings.max_choices:
             raise InvalidRequest(
@@ -246,13 +244,11 @@ class Service:
         if limit is not None and (params.timeout_s is None or params.timeout_s > limit):
             params = params.replace(timeout_s=limit)
         admission = self.llm.engine.admission
-        requests = await self.in_thread(
+        return await self.in_thread(
             lambda: [admission.admit(prompt, params, shown_ids=shown_ids) for prompt in prompts],
             num_chars=sum(map(len, prompts)) + sum(map(len, params.bad_words)),
             compiles=admission.compiles(params),
         )
-        self._reserve(reservation, requests)
-        return requests
 
     def _with_fair_priority(
         self, reservation: Reservation, num_prompts: int, params: SamplingParams
@@ -280,7 +276,13 @@ class Service:
             pool = self._readers
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
-    def _reserve(self, reservation: Reservation, requests: list[Request]) -> None:
+    def reserve_bytes(self, reservation: Reservation, requests: list[Request]) -> None:
+        """Reserve memory for the response to admitted requests.
+
+        Raises:
+            InvalidRequest: a response larger than `max_response_bytes`.
+            Refusal: 429: the responses in progress would be too large together.
+        """
         limit = self.settings.max_response_bytes
         nbytes = sum(map(self._response_bytes, requests))
         if nbytes > limit:
