@@ -113,6 +113,11 @@ def read_stream(stream: Any, *, live: bool = False) -> tuple[dict[int, str], int
         if num_presses > 1 or not begun:
             raise KeyboardInterrupt
 
+    def end_line() -> None:
+        if live and texts[0] and not texts[0].endswith("\n"):
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, press)
     try:
@@ -127,12 +132,12 @@ def read_stream(stream: Any, *, live: bool = False) -> tuple[dict[int, str], int
                     sys.stdout.flush()
                 if num_presses:
                     break
-    except (KeyboardInterrupt, VerbatimError) as error:
-        if isinstance(error, KeyboardInterrupt) and num_presses == 1 and not begun:
-            return texts, num_new, None
-        if live and texts[0] and not texts[0].endswith("\n"):
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+    except KeyboardInterrupt:
+        if begun or num_presses != 1:
+            end_line()
+            raise
+    except VerbatimError:
+        end_line()
         raise
     finally:
         signal.signal(signal.SIGINT, before)
