@@ -115,10 +115,10 @@ def _endpoint(service: Service, handler: Any) -> Callable[..., Any]:
     """Return the endpoint for `handler`: a request class, or a coroutine function that returns the answer."""
 
     async def endpoint(http: Request, body: Any) -> Response:
+        if not isinstance(handler, type):
+            return json_response(http, partial(handler, service, body))
         address = "" if http.client is None else http.client.host
         client = Client(str(getattr(http.state, "key", "")), address)
-        if not isinstance(handler, type):
-            return json_response(http, partial(handler, service, body, client))
         request: Any = handler(service, body)
         if getattr(body, "stream", None):
             return event_response(http, request.events(client), done=request.ends_with_done)

@@ -158,7 +158,7 @@ class BatchRun:
                             self.records.fault(line.custom_id, line.code, message, number)
                             self._count_done(nbytes, on_record)
         except BaseExceptionGroup as failed:
-            error = _first_error(failed)
+            error = failed.exceptions[0]
             if isinstance(error, OSError) and not isinstance(error, VerbatimError):
                 error = VerbatimError(f"can't read {self.records.source}: {error.strerror}")
             raise error from None
@@ -233,8 +233,3 @@ class BatchRun:
                 if refusal_of(error).status_code != 429 or not self.service.num_in_progress:
                     raise
             await asyncio.sleep(RETRY_AFTER_S)
-
-
-def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error = group.exceptions[0]
-    return _first_error(error) if isinstance(error, BaseExceptionGroup) else error

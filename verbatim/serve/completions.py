@@ -266,16 +266,20 @@ def ids_of(piece: Completion | Delta, body: ForTrainers) -> dict[str, Any]:
     return fields
 
 
+def cut_of(piece: Completion | Delta, limit: str) -> str | None:
+    """Return why a completion ended without a stop: `limit`, also for a timeout, or "abort", vLLM's word."""
+    if piece.finish_reason is FinishReason.STOP:
+        return None
+    return "abort" if piece.finish_reason is FinishReason.ABORT else limit
+
+
 def ending(piece: Completion | Delta, seed: int, *, called: bool = False) -> dict[str, Any]:
     """Return the finish reason, stop reason and seed of a completion; a timeout is "length".
 
     The stop reason (id, ids or string) and the seed extend OpenAI's fields.
     """
-    reason, stop = "length", piece.stop_reason
-    if piece.finish_reason is FinishReason.STOP:
-        reason = "tool_calls" if called else "stop"
-    elif piece.finish_reason is FinishReason.ABORT:  # vLLM's word; OpenAI has none
-        reason = "abort"
+    reason = cut_of(piece, "length") or ("tool_calls" if called else "stop")
+    stop = piece.stop_reason
     return {
         "finish_reason": reason,
         "stop_reason": list(stop) if isinstance(stop, tuple) else stop,

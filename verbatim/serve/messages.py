@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from verbatim.core import Completion, Delta, FinishReason, Request, Result
+from verbatim.core import Completion, Delta, Request, Result
 from verbatim.errors import InvalidRequest
 from verbatim.serve.answers import Part, Reasoning
 from verbatim.serve.chat import ConversationRequest, text_of
-from verbatim.serve.completions import Events
+from verbatim.serve.completions import Events, cut_of
 from verbatim.serve.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -29,7 +29,7 @@ from verbatim.serve.fields import (
     at_most,
 )
 from verbatim.serve.formats import ParsedCall, call_of
-from verbatim.serve.service import Client, Service
+from verbatim.serve.service import Service
 
 # ---- the body
 
@@ -223,8 +223,8 @@ class MessagesRequest(ConversationRequest[Messages]):
 
     def _stop(self, output: Completion) -> tuple[str, str | None]:
         """Return why the answer ended, and at which stop sequence. "abort" extends Anthropic's reasons."""
-        if output.finish_reason is not FinishReason.STOP:
-            return "abort" if output.finish_reason is FinishReason.ABORT else "max_tokens", None
+        if cut := cut_of(output, "max_tokens"):
+            return cut, None
         if isinstance(output.stop_reason, str):
             return "stop_sequence", output.stop_reason
         return "tool_use" if self.readers[0].num_calls else "end_turn", None
@@ -245,7 +245,7 @@ class MessagesRequest(ConversationRequest[Messages]):
         }
 
 
-async def count_tokens(service: Service, body: CountTokens, _: Client) -> dict[str, Any]:
+async def count_tokens(service: Service, body: CountTokens) -> dict[str, Any]:
     """Return the number of the prompt's tokens."""
     with service.reserve():
         request: Any = MessagesRequest  # `ask` needs only the fields of `CountTokens`

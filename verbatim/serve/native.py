@@ -20,7 +20,7 @@ from verbatim.serve.chat import adapt_messages, message_of, template_of
 from verbatim.serve.completions import ApiRequest, Events
 from verbatim.serve.errors import Refusal
 from verbatim.serve.fields import Messages, PromptIds, Prompts, Strict, Switch, TextIds, Variables
-from verbatim.serve.service import Client, Service
+from verbatim.serve.service import Service
 from verbatim.text.chat import render_chat
 
 PARAMS = tuple(
@@ -146,7 +146,7 @@ class ScoreRequest(ApiRequest[Score]):
         return {"model": service.name, "numerics_key": service.fingerprint, "scores": scores}
 
 
-async def tokenize(service: Service, body: Tokenize, _: Client) -> dict[str, Any]:
+async def tokenize(service: Service, body: Tokenize) -> dict[str, Any]:
     """Return the ids of a text or of messages."""
     service.check_model(body.model)
     tokenizer = service.tokenizer
@@ -174,7 +174,7 @@ async def tokenize(service: Service, body: Tokenize, _: Client) -> dict[str, Any
     return answer
 
 
-async def detokenize(service: Service, body: Detokenize, _: Client) -> dict[str, Any]:
+async def detokenize(service: Service, body: Detokenize) -> dict[str, Any]:
     """Return the text of ids."""
     service.check_model(body.model)
     tokenizer = service.tokenizer
@@ -211,7 +211,7 @@ class UnloadAdapter(Strict):
     lora_int_id: int | None = Field(None, description="Has no effect.")
 
 
-async def load_adapter(service: Service, body: LoadAdapter, _: Client) -> dict[str, Any]:
+async def load_adapter(service: Service, body: LoadAdapter) -> dict[str, Any]:
     """Load an adapter between two steps of the engine."""
     root = _root(service)
     if body.lora_name == service.name:
@@ -234,7 +234,7 @@ async def load_adapter(service: Service, body: LoadAdapter, _: Client) -> dict[s
     return {"status": "ok", "lora_name": body.lora_name}
 
 
-async def unload_adapter(service: Service, body: UnloadAdapter, _: Client) -> dict[str, Any]:
+async def unload_adapter(service: Service, body: UnloadAdapter) -> dict[str, Any]:
     """Unload an adapter; running requests finish with it."""
     _root(service)
     await asyncio.to_thread(service.llm.unload_adapter, body.lora_name)

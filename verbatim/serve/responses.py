@@ -9,11 +9,11 @@ from uuid import uuid4
 
 from pydantic import BeforeValidator, Field
 
-from verbatim.core import Completion, Delta, FinishReason, Request, Result
+from verbatim.core import Completion, Delta, Request, Result
 from verbatim.errors import NotSupported
 from verbatim.serve.answers import Part, Reasoning
 from verbatim.serve.chat import ConversationRequest, logprobs_of, text_of
-from verbatim.serve.completions import Events
+from verbatim.serve.completions import Events, cut_of
 from verbatim.serve.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -289,9 +289,7 @@ class ResponsesRequest(ConversationRequest[Responses]):
         body, params = self.body, self.params
         form = (body.text and body.text.format) or PlainFormat(type="text")
         output = None if result is None else result.outputs[0]
-        cut = None  # "abort" extends OpenAI's reasons
-        if output is not None and output.finish_reason is not FinishReason.STOP:
-            cut = "abort" if output.finish_reason is FinishReason.ABORT else "max_output_tokens"
+        cut = None if output is None else cut_of(output, "max_output_tokens")
         status = "in_progress" if output is None else "incomplete" if cut else "completed"
         choice = body.tool_choice or "auto"
         return {
