@@ -82,9 +82,8 @@ class Row:
                 self.logprobs_equal = False
             else:
                 self.ids_equal = False
-            self.differing = (
-                (*self.differing, kind) if kind not in self.differing else self.differing
-            )
+            if kind not in self.differing:
+                self.differing += (kind,)
 
     def _equal_logprobs(self, expected: _Logprobs, found: _Logprobs) -> bool:
         self.num_logprobs += len(expected)

@@ -41,12 +41,6 @@ class TestRequest:
     prompt: list[int]
     params: SamplingParams
 
-    @property
-    def num_tokens(self) -> int:
-        """Maximum length of prompt and completion."""
-        assert self.params.max_tokens is not None
-        return len(self.prompt) + self.params.max_tokens
-
 
 def make_requests(llm: LLM, num_tokens: int, seed: int) -> list[TestRequest]:
     """Return twelve requests, with prompts drawn from the vocabulary, within the model's length limit.
@@ -373,7 +367,7 @@ def _chunked(trial: Trial) -> None:
 
 def _evicted(trial: Trial) -> None:
     # Blocks for 1.5 times the longest request, plus the scratch block.
-    longest = max(request.num_tokens for request in trial.requests)
+    longest = max(len(r.prompt) + (r.params.max_tokens or 0) for r in trial.requests)
     trial.plain()
     blocks = -(-longest * 3 // (2 * _EVICTION_BLOCK)) + 3
     nbytes = trial.info["kv_bytes_per_token"] * _EVICTION_BLOCK * blocks
