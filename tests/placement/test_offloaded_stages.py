@@ -11,6 +11,7 @@ import torch
 
 from support import toys
 from support.mtp_toys import save_with_mtp, toy
+from support.programs import until
 from support.requests_mixed import mixed_facts, resident_facts
 from support.stages import ThreadHosts, check_threads_end, num_threads, serving, staged
 from verbatim import (
@@ -107,6 +108,7 @@ def test_failed_update_keeps_old_weights(
     with LLM(folders("llama"), placement=placement, **options) as llm:
         with pytest.raises(ModelError, match="NaN"):
             llm.update_weights(bad)
+        until(lambda: all(host.stage._weights is None for host in serving(llm)))
         assert mixed_facts(llm, COUNT) == expected != updated
         llm.update_weights(state)
         assert mixed_facts(llm, COUNT) == updated

@@ -125,7 +125,7 @@ class Served:
             *("facts", "use", "open", "allocate", "deliver"),
             *("draft", "read_cache", "write_cache", "sleep", "wake"),
             *("load_adapter", "unload_adapter"),
-            *("weight_names", "prepare_weights", "write_weights"),
+            *("weight_names", "prepare_weights", "drop_weights", "write_weights"),
         }
     )
     concurrent: frozenset[str] = frozenset()
@@ -308,9 +308,7 @@ class Served:
 
     def close(self) -> None:
         """Free everything."""
-        if self._weights is not None:
-            self._weights.drop()
-            self._weights = None
+        self.drop_weights()
         if self.runner is not None:
             self.runner.close()
 
@@ -333,6 +331,12 @@ class Served:
     def prepare_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Quantize new weights, to be written by `write_weights`."""
         self.weights.prepare(tensors)
+
+    def drop_weights(self) -> None:
+        """Discard what `prepare_weights` has quantized."""
+        if self._weights is not None:
+            self._weights.drop()
+            self._weights = None
 
     def write_weights(self, tensors: Mapping[str, Tensor]) -> Message:
         """Write new weights and the prepared ones; return the new `info` of the runner."""

@@ -268,8 +268,12 @@ class LeadingRank(Resident):
         write = super().new_weights(tensors, check_finite=check_finite)
         new = NewWeights(self.original or {}, tensors, check_finite=False)
         writer = WeightWriter(self.decoder.raw_module)
-        for piece in new.messages(writer.packed):
-            self.group.ask("prepare_weights", tensors=piece)
+        try:
+            for piece in new.messages(writer.packed):
+                self.group.ask("prepare_weights", tensors=piece)
+        except BaseException:
+            self.group.notify("drop_weights", self.group.members)
+            raise
 
         def write_all() -> None:
             with Shield().up():
