@@ -115,10 +115,9 @@ def run(
 class Chain:
     """The same model in parts, each with its own KV cache and records."""
 
-    def __init__(self, skeleton: LoadedModel, cuts: list[int], split: Split | None = None) -> None:
-        split = split or Split(skeleton)
+    def __init__(self, split: Split, cuts: list[int]) -> None:
         ends = [0, *cuts, split.num_layers]
-        self.parts = [Part(skeleton, a, b, split=split) for a, b in pairwise(ends)]
+        self.parts = [Part(split, a, b) for a, b in pairwise(ends)]
         decoders = [part.decoder for part in self.parts]
         self.stores = [SEQUENCES.store(decoder) for decoder in decoders]
         self.records = list(map(records_for, decoders, self.stores))
@@ -171,7 +170,7 @@ def assert_cut_anywhere_it_is_the_same(
     split = Split(skeleton)
     assert split.cuts
     middle = split.cuts[len(split.cuts) // 2]
-    chains = [Chain(skeleton, cuts, split) for cuts in ([], [middle], split.cuts)]
+    chains = [Chain(split, cuts) for cuts in ([], [middle], split.cuts)]
     whole = Whole(module)
     for batch in batches():
         batch = replace(batch, wants_hidden=hidden)
@@ -246,7 +245,8 @@ def test_layers_sharing_kv_stay_in_one_part_with_per_layer_inputs(
 def test_hidden_states_may_be_strided_or_unaligned(folders: Callable[[str], Path]) -> None:
     """Received hidden states may start at an unaligned address, or be a slice of a wider buffer."""
     _, skeleton = open_both(folders("opt"))  # no norm before its layers
-    plain, moved = Chain(skeleton, [1]), Chain(skeleton, [1])
+    split = Split(skeleton)
+    plain, moved = Chain(split, [1]), Chain(split, [1])
     for batch in batches():
         expected = plain.run(batch)
         (rows,) = plain.leaving
@@ -275,9 +275,10 @@ def test_part_reads_only_its_own_weights(tmp_path: Path) -> None:
     assert own_files and other_files
     for path in other_files:
         path.write_bytes(b"nothing of use")
-    part = Part(skeleton, 1, 2)
+    split = Split(skeleton)
+    part = Part(split, 1, 2)
     with pytest.raises(TierFailed, match="changed"):
-        Part(skeleton, 2, 3)
+        Part(split, 2, 3)
     layer = module.model.layers[1]
     assert part.weight_bytes == sum(p.nbytes for p in layer.parameters())
     assert part.num_parameters == sum(p.numel() for p in layer.parameters())
@@ -291,7 +292,7 @@ def test_part_holds_memory_of_only_its_own_weights(
     split = Split(skeleton)
     before, after = split.sizes().outside
     for first, end in ((0, 1), (1, 2), (1, 3), (0, 3)):
-        part = Part(skeleton, first, end, split=split)
+        part = Part(split, first, end)
         held_bytes = {
             p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
             for p in part.decoder.module.parameters()
@@ -405,7 +406,7 @@ def test_exp_in_stateless_layer_is_bit_identical_in_a_part_of_its_own(name: str)
     skeleton = held(module)
     split = Split(skeleton)
     assert len(split.cuts) == split.num_layers - 1
-    whole, alone = Decoder(module).spec, [Part(skeleton, i, i + 1, split=split) for i in range(3)]
+    whole, alone = Decoder(module).spec, [Part(split, i, i + 1) for i in range(3)]
     assert whole.states and not all(part.decoder.spec.states for part in alone)
     assert_cut_anywhere_it_is_the_same(module, skeleton)
 
@@ -419,7 +420,7 @@ def test_part_with_nan_weights_is_rejected() -> None:
     """Weights that a part lacks are NaN, so that a part that uses them fails to open."""
     module = toys.make_toy("llama")
     module.model.layers[1].mlp.up_proj.weight.data[:] = torch.nan
-    skeleton = held(module)
-    Part(skeleton, 0, 1)
+    split = Split(held(module))
+    Part(split, 0, 1)
     with pytest.raises(UnsupportedModel, match="layers 1 to 3 alone produce NaN"):
-        Part(skeleton, 1, 3)
+        Part(split, 1, 3)

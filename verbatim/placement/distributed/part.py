@@ -53,9 +53,8 @@ class Part:
     """Layers `first` to `end` (exclusive) of a model, with their weights.
 
     Args:
-        skeleton: the whole model without weights; unchanged, so that other parts can be opened from it.
+        split: the split of the whole model; its skeleton is unchanged, so that it serves other parts, too.
         first, end: 0, the number of layers, or an element of `split.cuts`.
-        split: the split of `skeleton`; None: it is computed.
         device: the device of the computation and the weights.
         draft: draft layers of the model: MTP layers, opened by the last part, which then also holds the
             embedding; or early exit, by the first part, which then also holds the final norm and head.
@@ -78,19 +77,18 @@ class Part:
 
     def __init__(
         self,
-        skeleton: LoadedModel,
+        split: Split,
         first: int,
         end: int,
         *,
-        split: Split | None = None,
         device: Device = CPU,
         draft: Mtp | EarlyExit | None = None,
         place: Callable[[LoadedModel, Mtp | None], Tiers] | None = None,
     ) -> None:
+        skeleton = split.skeleton
         assert skeleton.lazy_weights is not None, (
             "a skeleton has a lazy weight for each of its weights"
         )
-        split = split or Split(skeleton)
         assert first < end and {first, end} <= {0, *split.cuts, split.num_layers}, (first, end)
         self.first, self.end = first, end
         self.is_first, self.is_last = first == 0, end == split.num_layers

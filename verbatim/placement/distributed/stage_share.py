@@ -108,10 +108,9 @@ class StageShare(Served):
             if message["offload"] is not None:
                 place = partial(_tiers_of, message, (end - first) / self._split.num_layers)
             draft = draft_of(message["draft"])
-            part = Part(
-                loaded, first, end, split=self._split, device=device, draft=draft, place=place
+            self.part = part = Part(
+                self._split, first, end, device=device, draft=draft, place=place
             )
-            self.part = part
         for adapter in message.get("adapters", ()):
             part.decoder.load_adapter(adapter)
         spec = part.decoder.spec
