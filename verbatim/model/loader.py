@@ -8,7 +8,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ class LoadedModel:
     wrapper: Any = None
     # The state dict before quantization, with its parameters.
     original: dict[str, Tensor] | None = None
+    # The range of each weight that is held only in part, by name: dimension, begin and end.
+    cuts: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None  # of a DCP folder, as plain data, for `ModelSource`
 
     def move(self, device: torch.device) -> None:

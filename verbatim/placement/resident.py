@@ -69,7 +69,7 @@ class Resident(Runner):
     ) -> None:
         if loaded is not None:
             self.checkpoint, self.packed = loaded.checkpoint, loaded.packed
-            self.original = loaded.original
+            self.original, self.cuts = loaded.original, loaded.cuts
         self.decoder = decoder
         self.store = store
         self.draft_layers = draft_layers or DraftLayers()

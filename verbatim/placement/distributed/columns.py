@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +25,9 @@ from verbatim.model.recurrent_ops import reads_weight
 from verbatim.model.shard import COLUMNS, Columns, RankExperts, Ranks, bounds_of, splits_exactly
 from verbatim.quantization.formats import KVDtype
 from verbatim.weights.files import read_whole
-from verbatim.weights.lazy import Cut as Range
+from verbatim.weights.lazy import Cut
 from verbatim.weights.load import Place, load_weights
 from verbatim.weights.opening import reopen
-
-
-class Cut(NamedTuple):
-    """A rank's share of the weights of a model."""
-
-    ranges: dict[str, Range]  # the held range of each weight, by name
-    info: dict[str, Any]  # for `Runner.info`, about the whole model
 
 
 def take_share(
@@ -46,17 +39,20 @@ def take_share(
     head: nn.Module | None,
     linears: bool = True,
     share: type[Any] = RankExperts,
-) -> Cut:
+) -> dict[str, Any]:
     """Read this rank's share of a model's lazy weights into its module.
 
     Args:
         loaded: the model. Its `packed` (report on this rank's quantized weights), `original` (state dict of
-            the whole model) and `checkpoint` are set.
+            the whole model), `cuts` and `checkpoint` are set.
         source: the source from which the weights are read again after `sleep`.
         device: the device of the computation; the weights are read into CPU memory.
         head: the LM head; only rank 0 needs its logits. None: the model has no known head.
         linears: whether linear layers are split by columns; otherwise only experts are split.
         share: the `ExpertShare` of experts, called with (ranks, bounds).
+
+    Returns:
+        Properties of the whole model and its division, for `Runner.info`.
 
     Raises:
         TierFailed: a file can't be read.
@@ -67,7 +63,7 @@ def take_share(
         "parameters": sum(p.numel() for p in lazy_weights),
         "weight_bytes": sum(p.nbytes for p in lazy_weights),
     }
-    cuts: dict[Place, Range] = {}  # the range that this rank holds
+    cuts: dict[Place, Cut] = {}  # the range that this rank holds
     columns: dict[str, list[int]] = {}  # the bounds of split linears, by name
     experts: list[str] = []
     whole: list[str] = []  # linears that can't be split, or are too narrow
@@ -113,8 +109,13 @@ def take_share(
         return reloaded.module
 
     loaded.checkpoint = Checkpoint(loaded, read)
-    info |= {"split_linears": len(columns), "split_experts": len(experts), "whole_linears": whole}
-    return Cut({f"{names[owner]}.{name}": kept for (owner, name), kept in cuts.items()}, info)
+    loaded.cuts = {f"{names[owner]}.{name}": cut for (owner, name), cut in cuts.items()}
+    division = {
+        "split_linears": len(columns),
+        "split_experts": len(experts),
+        "whole_linears": whole,
+    }
+    return info | division
 
 
 def _output_dimension(layer: nn.Module) -> int | None:
@@ -132,7 +133,7 @@ def _output_dimension(layer: nn.Module) -> int | None:
     return None
 
 
-def _share_experts(layer: Any, ranks: Ranks, share: type[Any], cuts: dict[Place, Range]) -> None:
+def _share_experts(layer: Any, ranks: Ranks, share: type[Any], cuts: dict[Place, Cut]) -> None:
     number = int(layer.num_experts)
     bounds = bounds_of(number, ranks.size)
     if bounds is None:  # the last ranks have none

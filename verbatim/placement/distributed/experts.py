@@ -104,7 +104,7 @@ def open_expert_parallel(model: OpenRequest, choice: ExpertParallel) -> Placed:
     check_keys((f"rank {rank}", key) for rank, key in enumerate(keys))
     device = options.device
     devices = gather_text(f"{device.torch} of {platform.node()}", group.group)
-    cut = take_share(
+    info = take_share(
         loaded, source, group, device, head=None, linears=False, share=ExchangedExperts
     )
     loaded.move(device.torch)
@@ -116,11 +116,10 @@ def open_expert_parallel(model: OpenRequest, choice: ExpertParallel) -> Placed:
         layers = open_draft_layers(draft, decoder, loaded)
         runner = open_resident(decoder, loaded, options, limit, layers)
     decoder.record_steps(lambda _: None)  # layers wait for other ranks
-    runner.cuts = cut.ranges
     runner.placement = {
         "placement": "expert parallel",
         "ranks": group.size,
         "rank": group.rank,
-        **{name: cut.info[name] for name in ("parameters", "split_experts")},
+        **{name: info[name] for name in ("parameters", "split_experts")},
     }
     return Placed(runner, options, group)

@@ -26,7 +26,7 @@ from verbatim.model.early_exit import open_draft_layers
 from verbatim.model.products import threads
 from verbatim.model.quantized import weight_bytes
 from verbatim.model.spec import inner_model
-from verbatim.placement.distributed.columns import Cut, HeadStore, own_layers, take_share
+from verbatim.placement.distributed.columns import HeadStore, own_layers, take_share
 from verbatim.placement.distributed.exchange import Exchange
 from verbatim.placement.distributed.group import StageGone, StageGroup, StageHandle
 from verbatim.placement.distributed.hosts import Hosts
@@ -35,7 +35,7 @@ from verbatim.placement.distributed.served import Served, draft_of, key_of
 from verbatim.placement.distributed.wire import Message
 from verbatim.placement.resident import Resident, open_store
 from verbatim.protocols import Forward
-from verbatim.weights.update import NewWeights, WeightWriter
+from verbatim.weights.update import NewWeights
 
 _REPORT_S = 3.0  # time limit for finding out which rank failed
 _MORE_REPORTS_S = 0.05  # wait per rank for further reports, which may name the cause
@@ -52,16 +52,16 @@ class RankShare(Served):
     Attributes:
         group: the other ranks, on rank 0; None on these.
         ranks: the exchange with the other ranks; None before `share`.
-        cut, decoder, draft_layers: this rank's weights, the model and its draft layers, set by `share`.
+        decoder, draft_layers, placement: the model, its draft layers and its division, set by `share`.
     """
 
     calls = Served.calls | {"memory", "share", "forward"}
     group: RankGroup | None = None
     ranks: Exchange | None = None
     _args: Message
-    cut: Cut
     decoder: Decoder
     draft_layers: DraftLayers
+    placement: dict[str, Any]
 
     def call(self, message: Message) -> Any:
         try:
@@ -99,7 +99,8 @@ class RankShare(Served):
         ranks, device = Exchange(args["meeting"], rank, size, args["timeout_s"]), self.device
         self.ranks, head = ranks, head_of(inner_model(loaded.module))
         with threads(args["options"].num_threads), ranks.on_all_ranks(), device.current():
-            self.cut = take_share(loaded, args["source"], ranks, device, head=head)
+            info = take_share(loaded, args["source"], ranks, device, head=head)
+            self.placement = {"placement": "tensor parallel", "ranks": size, "exact": True, **info}
             loaded.move(device.torch)
             decoder = self.decoder = Decoder(
                 loaded.module,
@@ -119,8 +120,8 @@ class RankShare(Served):
         if self.group is None:
             self.runner = Resident(*parts)
         else:
-            self.runner = LeadingRank(self.group, self.ranks, self.cut, *parts)
-        self.runner.cuts = self.cut.ranges
+            self.runner = LeadingRank(self.group, self.ranks, *parts)
+        self.runner.placement = self.placement
         return {
             "kv_bytes": sum(each.nbytes for each in self.runner.stores),
             "weight_bytes": weight_bytes(decoder.raw_module),
@@ -215,16 +216,15 @@ class LeadingRank(Resident):
     Args:
         group: the other ranks.
         ranks: the exchange of tensors between all ranks.
-        cut: this rank's share of the weights.
         parts: the arguments of `Resident`.
 
     Attributes:
         memory: the result of `RankShare.allocate` of each rank.
     """
 
-    def __init__(self, group: RankGroup, ranks: Exchange, cut: Cut, *parts: Any) -> None:
+    def __init__(self, group: RankGroup, ranks: Exchange, *parts: Any) -> None:
         super().__init__(*parts)
-        self.group, self.ranks, self.cut = group, ranks, cut
+        self.group, self.ranks = group, ranks
         # Runs at the latest when this object is freed, so its arguments must not refer to it.
         self._finalizer = weakref.finalize(self, group.close, os.getpid())
         self.memory: list[dict[str, Any]] = []
@@ -267,7 +267,7 @@ class LeadingRank(Resident):
     ) -> Callable[[], None]:
         write = super().new_weights(tensors, check_finite=check_finite)
         new = NewWeights(self.original or {}, tensors, check_finite=False)
-        writer = WeightWriter(self.decoder.raw_module)
+        writer = self.writer()
         try:
             for piece in new.messages(writer.packed):
                 self.group.ask("prepare_weights", tensors=piece)
@@ -293,10 +293,6 @@ class LeadingRank(Resident):
     def info(self) -> dict[str, Any]:
         return {
             **super().info(),
-            "placement": "tensor parallel",
-            "ranks": self.ranks.size,
-            "exact": True,
-            **self.cut.info,
             "rank_weight_bytes": [rank["weight_bytes"] for rank in self.memory],
             "kv_bytes": sum(rank["kv_bytes"] for rank in self.memory),
             "rank_kv_bytes": [rank["kv_bytes"] for rank in self.memory],
