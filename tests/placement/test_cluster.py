@@ -698,8 +698,9 @@ def test_layers_are_divided_by_memory_and_speed(
 
 def test_processes_on_one_device_share_its_kv_budget() -> None:
     def sizes(*memories: tuple[str, int], **given: Any) -> tuple[int | None, int]:
-        each = [10] * len(memories), [0] * len(memories)
-        options, blocks, _ = kv_sizes(engine_options(**given), None, memories, *each)
+        fields = {"token_bytes": 10, "state_bytes": 0}
+        shares = [(name, {"memory": nbytes, **fields}) for name, nbytes in memories]
+        options, blocks, _ = kv_sizes(engine_options(**given), None, shares)
         return options.kv_bytes, blocks
 
     # 40% of the smaller memory holds 200 tokens

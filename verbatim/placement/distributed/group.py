@@ -70,7 +70,7 @@ class StageHandle:
     @property
     def memory_at(self) -> tuple[str, str]:
         """The memory that the stage uses: its machine and the name of its device."""
-        return self.host.machine, self.facts["device"]
+        return self.facts["machine"], self.facts["device"]
 
     def __str__(self) -> str:
         why = "" if self.lost is None else f": {self.lost}"

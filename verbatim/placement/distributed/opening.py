@@ -18,7 +18,6 @@ from verbatim.batch import dummy_batch
 from verbatim.errors import InvalidRequest, OutOfBlocks
 from verbatim.model.early_exit import EarlyExit
 from verbatim.placement.distributed.choice import Cluster, PipelineParallel, TensorParallel
-from verbatim.placement.distributed.columns import own_layers
 from verbatim.placement.distributed.exchange import meeting_place
 from verbatim.placement.distributed.group import StageHandle
 from verbatim.placement.distributed.hosts import Hosts, LocalHosts
@@ -91,17 +90,18 @@ def open_cluster(model: OpenRequest, cluster: Cluster) -> Placed:
         for index, member in enumerate(members):
             member.index = index
         group.open(members, ranges)
-        token_bytes = [member.shape["token_bytes"] for member in members]
-        state_bytes = [member.shape["state_bytes"] for member in members]
         if cluster.offload is None:
-            free = [(m.memory_at, m.shape["memory"]) for m in members]
-            options, blocks, num_states = kv_sizes(options, limit, free, token_bytes, state_bytes)
+            shares = [(member.memory_at, member.shape) for member in members]
+            options, blocks, num_states = kv_sizes(options, limit, shares)
         else:
-            limits = [member.shape["limits"] for member in members]
-            options, blocks, num_states = _joined_limits(options, limits)
+            shapes = [member.shape for member in members]
+            options, blocks, num_states = _joined_limits(options, shapes)
             # A stage that is opened again receives the same memory.
-            kv_bytes = blocks * options.block_size * sum(token_bytes)
-            kv_bytes += num_states * sum(state_bytes)
+            kv_bytes = sum(
+                blocks * options.block_size * shape["token_bytes"]
+                + num_states * shape["state_bytes"]
+                for shape in shapes
+            )
             arguments["options"] = replace(arguments["options"], kv_bytes=kv_bytes)
         group.blocks = dict(num_blocks=blocks, num_states=num_states)
         group.allocate(members, members)
@@ -167,9 +167,7 @@ def _ranges(
 def kv_sizes(
     options: EngineOptions,
     limit: int | None,
-    memories: Sequence[tuple[Hashable, int]],
-    token_bytes: Sequence[int],
-    state_bytes: Sequence[int],
+    shares: Sequence[tuple[Hashable, Message]],
 ) -> tuple[EngineOptions, int, int]:
     """Return the options with the KV budget of all processes, and the numbers of blocks and state slots.
 
@@ -177,29 +175,30 @@ def kv_sizes(
 
     Args:
         limit: maximum tokens of one sequence.
-        memories: for each process, a key of its memory, equal if processes share one, and its free bytes.
-        token_bytes: bytes of one token in the blocks of each process.
-        state_bytes: bytes of one slot of states in each process.
+        shares: for each process, a key of its memory, equal if processes share one; and its free `memory`,
+            the `token_bytes` of one token in its blocks and the `state_bytes` of one slot of its states.
 
     Raises:
         OutOfBlocks: the memory doesn't hold one block, or the slots of one sequence.
     """
-    token_total, state_total = sum(token_bytes), sum(state_bytes)
+    token_total = sum(share["token_bytes"] for _, share in shares)
+    state_total = sum(share["state_bytes"] for _, share in shares)
     if options.kv_bytes is None:
         needed, free = Counter[Hashable](), dict[Hashable, int]()
-        for (memory, nbytes), *each in zip(memories, token_bytes, state_bytes, strict=True):
-            needed[memory] += max(1, each[0] or each[1])
-            free[memory] = min(nbytes, free.get(memory, nbytes))
-        share = min(DEFAULT_KV_SHARE * free[memory] / needed[memory] for memory in needed)
-        options = replace(options, kv_bytes=int(share * needed.total()))
+        for memory, share in shares:
+            needed[memory] += max(1, share["token_bytes"] or share["state_bytes"])
+            free[memory] = min(share["memory"], free.get(memory, share["memory"]))
+        num_tokens = min(DEFAULT_KV_SHARE * free[memory] / needed[memory] for memory in needed)
+        options = replace(options, kv_bytes=int(num_tokens * needed.total()))
     num_states = options.num_states(state_total)
     return options, options.num_blocks(token_total, limit, num_states * state_total), num_states
 
 
 def _joined_limits(
-    options: EngineOptions, limits: Sequence[Message]
+    options: EngineOptions, shapes: Sequence[Message]
 ) -> tuple[EngineOptions, int, int]:
     """Return the options, blocks and state slots that fit on all stages."""
+    limits = [shape["limits"] for shape in shapes]
     lowest: Message = {name: min(stage[name] for stage in limits) for name in LIMITS}
     states = [stage["num_states"] for stage in limits if stage["num_states"] is not None]
     blocks = min(stage["num_blocks"] for stage in limits)
@@ -300,12 +299,9 @@ def _open_shares(group: RankGroup, model: OpenRequest, choice: TensorParallel) -
         keys = [key, *(answer["key"] for answer in others)]
         check_keys((f"rank {rank}", key) for rank, key in enumerate(keys))
         group.call_all("share", share.share)
-        spec = share.decoder.spec
-        heads = [own_layers(spec.layers, spec.query_heads, rank, size) for rank in range(size)]
-        token_bytes = [options.token_bytes(spec, share.draft_layers, layers) for layers in heads]
-        state_bytes = [sum(state.nbytes for state in spec.states)] * size
-        free = [(m["device"], m["memory"]) for m in (share.memory(), *group.ask("memory"))]
-        _, blocks, num_states = kv_sizes(options, limit, free, token_bytes, state_bytes)
+        sizes = [share.sizes(), *group.ask("sizes")]
+        shares = [(each["device"], each) for each in sizes]
+        _, blocks, num_states = kv_sizes(options, limit, shares)
         other_memory = group.ask("allocate", num_blocks=blocks, num_states=num_states)
         own_memory = share.allocate(blocks, num_states)
         runner = cast(LeadingRank, share.runner)

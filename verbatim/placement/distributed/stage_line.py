@@ -95,10 +95,10 @@ class StageLine(StageGroup):
             VerbatimError: a stage can't open its layers, or would compute other bits.
         """
         arguments = []
-        locations = [(member.facts["machine"], member.facts["device"]) for member in members]
-        for member, location, (first, end) in zip(members, locations, ranges, strict=True):
+        sharing = Counter(member.memory_at for member in members)
+        for member, (first, end) in zip(members, ranges, strict=True):
             member.first, member.end = first, end
-            memory = member.facts["memory"] // locations.count(location)
+            memory = member.facts["memory"] // sharing[member.memory_at]
             kv_bytes = self._kv_bytes.get((first, end))
             arguments.append({"first": first, "end": end, "memory": memory, "kv_bytes": kv_bytes})
         common = {**self.model, "adapters": list(self.adapters.values())}

@@ -19,6 +19,7 @@ from verbatim.batch import Adapter, Batch, SamplePlan
 from verbatim.common.heap import release_free_memory
 from verbatim.common.shield import Shield
 from verbatim.errors import StageFailed, TierFailed, VerbatimError, first_line
+from verbatim.kv.store import LayerShape
 from verbatim.model.context import head_of
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
@@ -55,10 +56,11 @@ class RankShare(Served):
         decoder, draft_layers, placement: the model, its draft layers and its division, set by `share`.
     """
 
-    calls = Served.calls | {"memory", "share", "forward"}
+    calls = Served.calls | {"sizes", "share", "forward"}
     group: RankGroup | None = None
     ranks: Exchange | None = None
     _args: Message
+    _layers: list[LayerShape]  # of this rank's KV store
     decoder: Decoder
     draft_layers: DraftLayers
     placement: dict[str, Any]
@@ -107,8 +109,18 @@ class RankShare(Served):
                 fused=False,  # matrix products are split over ranks
                 batch_invariant=device.batch_invariant,
             )
-            own_layers(decoder.spec.layers, decoder.spec.query_heads, rank, size)  # a check
+            spec = decoder.spec
+            self._layers = own_layers(spec.layers, spec.query_heads, rank, size)
             self.draft_layers = open_draft_layers(draft_of(args["draft"]), decoder, loaded)
+
+    def sizes(self) -> Message:
+        """Return the free memory after `share`, and the bytes of a token and of a slot of states here."""
+        spec, options = self.decoder.spec, self._args["options"]
+        return {
+            **self.memory(),
+            "token_bytes": options.token_bytes(spec, self.draft_layers, self._layers),
+            "state_bytes": sum(state.nbytes for state in spec.states),
+        }
 
     def allocate(self, num_blocks: int, num_states: int) -> Message:
         """Allocate the KV store of this rank's heads, and all recurrent states, which are not split."""
