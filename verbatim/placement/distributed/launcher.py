@@ -101,7 +101,6 @@ class Launcher:
     def __init__(self, target: str) -> None:
         self.changed = threading.Condition()
         self._target = target
-        self._owner = os.getpid()
         self._workers: list[WorkerProcess] = []
         self._launch()
 
@@ -154,9 +153,7 @@ class Launcher:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """End all workers. Does nothing in a forked child."""
-        if os.getpid() != self._owner:
-            return
+        """End all workers."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
