@@ -243,7 +243,7 @@ def open_pipeline_parallel(model: OpenRequest, choice: PipelineParallel) -> Plac
         return _open_rank(rank, world, key, model.options, StageShare())
     share = StageShare()
     share.listen(key, HOST)
-    hosts = Hosts(key, [*other_ranks(world, key), RankHost(0, share.address, key, share)])
+    hosts = Hosts(key, [*other_ranks(world, key), RankHost(0, share.address, key)])
     ranks = replace(cluster, hosts=hosts, spares=0)
     try:
         placed = open_cluster(model, ranks)

@@ -49,7 +49,11 @@ def launched() -> tuple[int, int]:
 def exchange(rank: int, world: int, text: str) -> list[str]:
     """Return the texts of all ranks, in order."""
     if not dist.is_initialized():
-        return _through_store(rank, world, text)
+        if not _stores:
+            _stores.append(next(iter(rendezvous("env://")))[0])
+        name = f"verbatim/{next(_exchange_numbers)}"
+        _stores[0].set(f"{name}/{rank}", text)
+        return [_stores[0].get(f"{name}/{each}").decode() for each in range(world)]
     group = dist.new_group(backend="gloo")
     texts = gather_text(text, group)
     dist.destroy_process_group(group)
@@ -70,14 +74,6 @@ def gather(own: Tensor, group: Any) -> Tensor:
     tensors = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(tensors, own, group=group)
     return torch.stack(tensors)
-
-
-def _through_store(rank: int, world: int, text: str) -> list[str]:
-    if not _stores:
-        _stores.append(next(iter(rendezvous("env://")))[0])
-    name = f"verbatim/{next(_exchange_numbers)}"
-    _stores[0].set(f"{name}/{rank}", text)
-    return [_stores[0].get(f"{name}/{each}").decode() for each in range(world)]
 
 
 def meet(size: int) -> tuple[int, int, bytes]:
@@ -109,20 +105,16 @@ def other_ranks(world: int, key: bytes) -> list[RankHost]:
 
 
 class RankHost:
-    """A rank started by the user, as a `Host`; `share` is given for this process's own rank."""
+    """A rank started by the user, as a `Host`."""
 
-    def __init__(
-        self, rank: int, address: Address, key: bytes, share: Served | None = None
-    ) -> None:
+    def __init__(self, rank: int, address: Address, key: bytes) -> None:
         self.machine = f"rank {rank}"
         self.address = address
-        self._key, self._share, self._killed = key, share, False
+        self._key, self._killed = key, False
 
     def kill(self) -> None:
         """End the share of this rank; the process is the user's."""
-        if self._share is not None:
-            self._share.hang_up()
-        elif not self._killed:
+        if not self._killed:
             # One that was never connected still waits; others are closed, or will see their connection end.
             self._killed = True
             with suppress(VerbatimError):
