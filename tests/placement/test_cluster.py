@@ -710,6 +710,15 @@ def test_processes_on_one_device_share_its_kv_budget() -> None:
     assert sizes(("cpu", 10_000), kv_memory=770) == (770, 770 // 160)
 
 
+def test_stages_of_one_machine_share_its_memory_under_any_names(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = 10_000_000
+    monkeypatch.setattr("verbatim.model.device.available_memory", lambda: memory)
+    with clustered(saved("llama"), ThreadHosts("rank 1", "rank 0")) as llm:
+        assert 0.39 * memory < llm.info()["kv_bytes"] <= 0.4 * memory
+
+
 def test_range_of_layers_is_divided_over_stages() -> None:
     layout = LayerSizes((1, 2, 3, 4), (10, 20), 5, (1, 2, 3))
     assert [layout.bytes_of(0, 4), layout.bytes_of(1, 2), layout.bytes_of(0, 1)] == [45, 7, 16]

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any
@@ -130,12 +131,9 @@ class Launcher:
     def order(self, order: dict[str, Any]) -> None:
         """Send an order to the interpreter that forks."""
         assert self._process.stdin is not None
-        with self.changed:
-            try:
-                self._process.stdin.write(json.dumps(order).encode() + b"\n")
-                self._process.stdin.flush()
-            except (OSError, ValueError):
-                pass  # the interpreter has ended, and all workers with it
+        with self.changed, suppress(OSError, ValueError):  # it has ended, and all workers with it
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
 
     def _listen(self, stdout: IO[bytes]) -> None:
         for line in stdout:
@@ -158,10 +156,8 @@ class Launcher:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            try:
+            with suppress(OSError):  # the last order was never read
                 pipe.close()
-            except OSError:
-                pass  # the last order was never read
 
 
 def _report(worker: int, pipe: int = 1, **facts: Any) -> None:
@@ -179,21 +175,17 @@ def main() -> None:
     target: Callable[..., object] = attrgetter(name)(importlib.import_module(module))
     gc.freeze()  # workers' garbage collections then don't touch (and copy) these pages
     prctl, launcher = ctypes.CDLL(None).prctl, os.getpid()
-    workers: dict[int, int] = {}  # the number of each worker that is not reaped yet, by pid
-    # Workers are reaped in this loop only, so no pid in `workers` is ever reused by another process.
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    # The pid and number of each worker, by a pipe that its end closes. Workers are reaped in this loop only,
+    # so none of these pids is ever reused by another process.
+    workers: dict[int, tuple[int, int]] = {}
     unread = b""
     while True:
-        ready, _, _ = select.select([0, woken], [], [])
-        if woken in ready:
-            os.read(woken, 4096)
-            for pid in list(workers):
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    _report(workers.pop(pid), returncode=os.waitstatus_to_exitcode(status))
+        ready, _, _ = select.select([0, *workers], [], [])
+        for pipe in workers.keys() & ready:
+            os.close(pipe)
+            pid, number = workers.pop(pipe)
+            _, status = os.waitpid(pid, 0)
+            _report(number, returncode=os.waitstatus_to_exitcode(status))
         if 0 not in ready:
             continue
         data = os.read(0, 65536)
@@ -202,23 +194,21 @@ def main() -> None:
         *lines, unread = (unread + data).split(b"\n")
         for order in map(json.loads, lines):
             if "kill" in order:
-                for pid, number in workers.items():
+                for pid, number in workers.values():
                     if number == order["kill"]:
                         os.kill(pid, signal.SIGKILL)
                 continue
             number = order["start"]
+            pipe, held = os.pipe()
             pid = os.fork()
             if pid == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for pipe in (woken, wake):
-                    os.close(pipe)
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the launcher, even if stopped
                 if os.getppid() != launcher:  # it ended before the prctl
                     os._exit(0)
                 _run(target, number, order["arguments"])
-            workers[pid] = number
+            os.close(held)
+            workers[pipe] = pid, number
             _report(number, pid=pid)
 
 
