@@ -341,7 +341,7 @@ def test_failed_rank_is_named_in_error() -> None:
     ranks = [RankHost(rank, stage.address, b"key") for rank, stage in enumerate(stages, start=1)]
     group = RankGroup(Hosts(b"key", ranks), 3, 60.0)
     group.start()
-    assert group.ask("open") == [1, 2]
+    assert group.call("open") == [1, 2]
 
     def cut_off() -> None:
         raise TierFailed("rank 0 lost touch with the others")
@@ -349,10 +349,10 @@ def test_failed_rank_is_named_in_error() -> None:
     with pytest.raises(TierFailed, match=r"^rank [12] of 3: RuntimeError: out of luck"):
         group.call_all("forward", cut_off)
     with pytest.raises(VerbatimError, match=r"RuntimeError: out of luck \(rank 1 of 3, forward\)"):
-        group.ask("forward")
+        group.call("forward")
     stages[1].hang_up()
     with pytest.raises(TierFailed, match="rank 2 of 3: the connection is lost"):
-        group.ask("open")
+        group.call("open")
     group.close()
     for why in ("has closed its LLM", "is gone"):
         with pytest.raises(TierFailed, match=f"rank 0 {why}"):

@@ -209,14 +209,19 @@ class StageGroup:
                 raise error_of(answer["error"], f"{member}, {do}")
         return [answer["result"] for answer in answers]
 
-    def send_weights(
-        self, do: str, new: NewWeights, names: Iterable[Iterable[str]], **fields: Any
-    ) -> list[Any]:
-        """Send each member the new weights of its names, in pieces; return the answers to the last call."""
+    def send_weights(self, do: str, new: NewWeights, names: Iterable[Iterable[str]]) -> list[Any]:
+        """Send each member the new weights of its names, in pieces; return the answers to the last call.
+
+        On an error, all members discard the weights that they have prepared.
+        """
         answers: list[Any] = []
-        for pieces in zip_longest(*map(new.messages, names), fillvalue={}):
-            per_member = [{"tensors": piece} for piece in pieces]
-            answers = self.call(do, per_member=per_member, patient=True, **fields)
+        try:
+            for pieces in zip_longest(*map(new.messages, names), fillvalue={}):
+                per_member = [{"tensors": piece} for piece in pieces]
+                answers = self.call(do, per_member=per_member, patient=True)
+        except BaseException:
+            self.notify("drop_weights", self.members)
+            raise
         return answers
 
     def notify(self, do: str, members: Iterable[StageHandle], **fields: Any) -> None:

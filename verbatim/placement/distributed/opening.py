@@ -295,14 +295,14 @@ def _open_shares(group: RankGroup, model: OpenRequest, choice: TensorParallel) -
     with meeting_place(size) as order["meeting"], ExitStack() as undo:
         undo.callback(share.close)
         key = share.open(**order, rank=0)["key"]
-        others = group.ask("open", [{"rank": rank} for rank in range(1, size)], **order)
+        others = group.call("open", per_member=[{"rank": rank} for rank in range(1, size)], **order)
         keys = [key, *(answer["key"] for answer in others)]
         check_keys((f"rank {rank}", key) for rank, key in enumerate(keys))
         group.call_all("share", share.share)
-        sizes = [share.sizes(), *group.ask("sizes")]
+        sizes = [share.sizes(), *group.call("sizes")]
         shares = [(each["device"], each) for each in sizes]
         _, blocks, num_states = kv_sizes(options, limit, shares)
-        other_memory = group.ask("allocate", num_blocks=blocks, num_states=num_states)
+        other_memory = group.call("allocate", num_blocks=blocks, num_states=num_states)
         own_memory = share.allocate(blocks, num_states)
         runner = cast(LeadingRank, share.runner)
         runner.memory = [own_memory, *other_memory]

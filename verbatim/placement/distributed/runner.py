@@ -256,11 +256,7 @@ class Clustered(Runner):
         if self._asleep:
             raise VerbatimError("the weights are asleep; call wake() before they are updated")
         new = NewWeights(self._targets, tensors, check_finite=check_finite)
-        try:
-            self._send_weights(new, "packed")
-        except BaseException:
-            self.group.notify("drop_weights", self.group.members)
-            raise
+        self._send_weights(new, "packed")
 
         def write() -> None:
             self.group.weights = "mixed"

@@ -194,11 +194,19 @@ class RankGroup(StageGroup):
             text = f"{type(error).__name__}: {first_line(error)}"
             raise TierFailed(f"rank 0 of {self.size}: {text}") from error
 
-    def ask(self, do: str, per_member: Iterable[Message] | None = None, **fields: Any) -> list[Any]:
-        """Make a call on the other ranks as `call` does, but raise TierFailed if a rank is gone."""
+    def call(
+        self,
+        do: str,
+        members: list[StageHandle] | None = None,
+        per_member: Iterable[Message] | None = None,
+        **fields: Any,
+    ) -> list[Any]:
+        """See `StageGroup`. There is no time limit; raises TierFailed if one of all ranks is gone."""
         try:
-            return self.call(do, per_member=per_member, patient=True, **fields)
+            return super().call(do, members, per_member, **{**fields, "patient": True})
         except StageGone as error:
+            if members is not None:  # not all are started
+                raise
             raise self.failure(error) from error
 
     def failure(self, error: Exception) -> TierFailed:
@@ -262,7 +270,7 @@ class LeadingRank(Resident):
         if kind == "states":  # every rank has the states of all layers
             return rows
         with Shield().up():
-            others = self.group.ask("read_cache", kind=kind, numbers=numbers, used=used)
+            others = self.group.call("read_cache", kind=kind, numbers=numbers, used=used)
             return torch.cat([rows, *others], dim=1)
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
@@ -271,7 +279,7 @@ class LeadingRank(Resident):
             own, *shares = rows.split([sum(m["row_widths"][kind]) for m in self.memory], dim=1)
         with Shield().up():
             theirs = [{"rows": share} for share in shares]
-            self.group.ask("write_cache", theirs, kind=kind, numbers=numbers)
+            self.group.call("write_cache", per_member=theirs, kind=kind, numbers=numbers)
             return super().write_cache(kind, numbers, own)
 
     def new_weights(
@@ -279,18 +287,12 @@ class LeadingRank(Resident):
     ) -> Callable[[], None]:
         write = super().new_weights(tensors, check_finite=check_finite)
         new = NewWeights(self.original or {}, tensors, check_finite=False)
-        writer = self.writer()
-        try:
-            for piece in new.messages(writer.packed):
-                self.group.ask("prepare_weights", tensors=piece)
-        except BaseException:
-            self.group.notify("drop_weights", self.group.members)
-            raise
+        writer, others = self.writer(), len(self.group.members)
+        self.group.send_weights("prepare_weights", new, [writer.packed] * others)
 
         def write_all() -> None:
             with Shield().up():
-                for piece in new.messages(writer.exact):
-                    self.group.ask("write_weights", tensors=piece)
+                self.group.send_weights("write_weights", new, [writer.exact] * others)
                 write()
 
         return write_all
@@ -312,12 +314,12 @@ class LeadingRank(Resident):
 
     def sleep(self, weights: bool) -> None:
         super().sleep(weights)
-        self.group.ask("sleep", weights=weights)
+        self.group.call("sleep", weights=weights)
 
     def wake(self) -> None:
         with ThreadPoolExecutor(1) as pool:  # all ranks read their weights at the same time
             future = pool.submit(super().wake)
-            self.group.ask("wake")
+            self.group.call("wake")
             future.result()
 
     def close(self) -> None:
