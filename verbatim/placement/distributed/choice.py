@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from verbatim.common.checks import integer, number, optional_integer
+from verbatim.common.checks import check_fields, integer, number, optional_integer
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.placement.offload.choice import Offload
 
 MAX_STAGES = 512
+_SECONDS = (partial(number, low=0.0, above=True, unit=" of seconds"),)
+_NUMBERS: dict[str, tuple[Any, ...]] = {  # of `Cluster`
+    **dict.fromkeys(("stages", "micro_batches"), (optional_integer, 1, MAX_STAGES)),
+    **dict.fromkeys(("spares", "max_restarts"), (integer, 0, 64)),
+    **dict.fromkeys(("patience_s", "step_timeout_s"), _SECONDS),
+}
+_SIZE_AND_TIMEOUT: dict[str, tuple[Any, ...]] = {"size": (integer,), "timeout_s": _SECONDS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +64,7 @@ class Cluster:
     offload: Offload | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stages", "micro_batches"):
-            value = optional_integer(name, getattr(self, name), 1, MAX_STAGES)
-            object.__setattr__(self, name, value)
-        for name in ("spares", "max_restarts"):
-            object.__setattr__(self, name, integer(name, getattr(self, name), 0, 64))
-        for name in ("patience_s", "step_timeout_s"):
-            _set_seconds(self, name)
+        check_fields(self, _NUMBERS)
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise InvalidRequest(f"offload={self.offload!r}: must be an Offload, or None")
         if self.offload is not None and self.offload.trace is not None:
@@ -113,13 +115,12 @@ class TensorParallel:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", integer("size", self.size))
         if self.exact is not True:
             raise NotSupported(
                 f"exact={self.exact!r}: not supported; weights are split by columns and results "
                 "gathered, which is bit-identical to one process; leave it at True"
             )
-        _set_seconds(self, "timeout_s")
+        check_fields(self, _SIZE_AND_TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +145,8 @@ class PipelineParallel:
     offload: Offload | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", integer("size", self.size))
+        check_fields(self, _SIZE_AND_TIMEOUT)
         Cluster(offload=self.offload)  # validates it
-        _set_seconds(self, "timeout_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +165,3 @@ class ExpertParallel:
 
 
 Ranked = TensorParallel | PipelineParallel | ExpertParallel
-
-
-def _set_seconds(choice: object, name: str) -> None:
-    seconds = number(name, getattr(choice, name), 0.0, above=True, unit=" of seconds")
-    object.__setattr__(choice, name, seconds)

@@ -80,11 +80,11 @@ def take_share(
         weight: Any = layer._parameters["weight"]
         parent, _, own_name = name.rpartition(".")
         bounds = bounds_of(weight.shape[dimension], ranks.size, COLUMNS)
-        if reads_weight(module.get_submodule(parent), own_name):
-            bounds = None
-        if bounds is not None and trial and not splits_exactly(weight, dimension, bounds, device):
-            bounds = None
-        if bounds is None:
+        if (
+            bounds is None
+            or reads_weight(module.get_submodule(parent), own_name)
+            or (trial and not splits_exactly(weight, dimension, bounds, device))
+        ):
             whole.append(name)
             continue
         own = bounds[ranks.rank], bounds[ranks.rank + 1]

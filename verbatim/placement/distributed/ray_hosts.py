@@ -302,20 +302,20 @@ def cluster_status(address: str | None) -> dict[str, Any]:
     try:
         return {
             "address": ray.get_runtime_context().gcs_address,
-            "machines": [_machine(node) for node in ray.nodes() if node["Alive"]],
+            "machines": [
+                {
+                    "machine": node["NodeManagerAddress"],
+                    "cores": node["Resources"].get("CPU", 0.0),
+                    "memory_bytes": int(node["Resources"].get("memory", 0)),
+                    "reachable": answers((node["NodeManagerAddress"], node["NodeManagerPort"])),
+                }
+                for node in ray.nodes()
+                if node["Alive"]
+            ],
             "clusters": _clusters(ray),
         }
     finally:
         ray.shutdown()
-
-
-def _machine(node: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "machine": node["NodeManagerAddress"],
-        "cores": node["Resources"].get("CPU", 0.0),
-        "memory_bytes": int(node["Resources"].get("memory", 0)),
-        "reachable": answers((node["NodeManagerAddress"], node["NodeManagerPort"])),
-    }
 
 
 def _clusters(ray: Any) -> dict[str, list[dict[str, Any]]]:
