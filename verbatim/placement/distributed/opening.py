@@ -94,17 +94,13 @@ def open_cluster(model: OpenRequest, cluster: Cluster) -> Placed:
             shares = [(member.memory_at, member.shape) for member in members]
             options, blocks, num_states = kv_sizes(options, limit, shares)
         else:
-            shapes = [member.shape for member in members]
-            options, blocks, num_states = _joined_limits(options, shapes)
-            # A stage that is opened again receives the same memory.
-            kv_bytes = sum(
-                blocks * options.block_size * shape["token_bytes"]
-                + num_states * shape["state_bytes"]
-                for shape in shapes
-            )
-            arguments["options"] = replace(arguments["options"], kv_bytes=kv_bytes)
+            limits = [member.shape["limits"] for member in members]
+            options, blocks, num_states = _joined_limits(options, limits)
         group.blocks = dict(num_blocks=blocks, num_states=num_states)
         group.allocate(members, members)
+        if cluster.offload is not None:  # a stage that is opened again receives the same memory
+            kv_bytes = sum(group.kv_bytes.values())
+            arguments["options"] = replace(arguments["options"], kv_bytes=kv_bytes)
         group.connect()
         group.prepare_spares()
         runner = Clustered(group, loaded.module.state_dict(keep_vars=True))
@@ -195,10 +191,9 @@ def kv_sizes(
 
 
 def _joined_limits(
-    options: EngineOptions, shapes: Sequence[Message]
+    options: EngineOptions, limits: Sequence[Message]
 ) -> tuple[EngineOptions, int, int]:
     """Return the options, blocks and state slots that fit on all stages."""
-    limits = [shape["limits"] for shape in shapes]
     lowest: Message = {name: min(stage[name] for stage in limits) for name in LIMITS}
     states = [stage["num_states"] for stage in limits if stage["num_states"] is not None]
     blocks = min(stage["num_blocks"] for stage in limits)

@@ -44,6 +44,7 @@ class StageLine(StageGroup):
         epoch: number of the current set of connections, incremented by `connect`.
         evict: function that evicts all sequences, and returns how many of their tokens were computed.
         at_rest: function that returns whether no sequence holds K and V.
+        kv_bytes: bytes of the KV cache that was last allocated for each range of layers.
         recovery_s: seconds that each recovery took.
         recomputed_tokens: total of the results of `evict`.
         weights: "files" (as in the checkpoint), "updated" (in memory) or "mixed" (partly updated).
@@ -69,7 +70,7 @@ class StageLine(StageGroup):
         self.weights = "files"
         self._fingerprint = fingerprint
         self._connected = False  # every stage has its connections of this epoch
-        self._kv_bytes: dict[Range, int] = {}  # allocated bytes, by range of layers
+        self.kv_bytes: dict[Range, int] = {}
         self._excluded: set[str] = set()  # machines on which layers could not be opened
         self._next_check = time.monotonic() + _CHECK_INTERVAL_S
 
@@ -99,7 +100,7 @@ class StageLine(StageGroup):
         for member, (first, end) in zip(members, ranges, strict=True):
             member.first, member.end = first, end
             memory = member.facts["memory"] // sharing[member.memory_at]
-            kv_bytes = self._kv_bytes.get((first, end))
+            kv_bytes = self.kv_bytes.get((first, end))
             arguments.append({"first": first, "end": end, "memory": memory, "kv_bytes": kv_bytes})
         common = {**self.model, "adapters": list(self.adapters.values())}
         shapes = self.call("open", members, arguments, patient=True, **common)
@@ -130,7 +131,7 @@ class StageLine(StageGroup):
             size = self.model["options"].block_size
             nbytes = blocks["num_blocks"] * size * shape["token_bytes"]
             nbytes += blocks["num_states"] * shape["state_bytes"]
-            self._kv_bytes[member.first, member.end] = nbytes
+            self.kv_bytes[member.first, member.end] = nbytes
 
     def connect(self) -> None:
         """Begin a new epoch: every stage replaces its connections. Raises StageGone if a stage is lost."""
