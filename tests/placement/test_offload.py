@@ -548,6 +548,15 @@ def test_truncated_file_is_named_in_error(tmp_path: Path) -> None:
     llm.close()
 
 
+def test_dropped_file_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"x")
+    before = len(os.listdir("/proc/self/fd"))
+    file = DirectFile(tmp_path / "data")
+    assert len(os.listdir("/proc/self/fd")) > before
+    del file
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_short_read_raises_tier_failed(direct: bool, tmp_path: Path) -> None:
     path = tmp_path / "short"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +30,7 @@ def round_to_pages(nbytes: int) -> int:
 
 
 class DirectFile:
-    """A file that is read, and optionally written, without the page cache.
+    """A file that is read, and optionally written, without the page cache; closed when it is freed.
 
     Attributes:
         nbytes: size of the file when it was opened.
@@ -58,6 +59,8 @@ class DirectFile:
         except (OSError, AttributeError):  # not supported by the file system, or not Linux
             pass
         self.direct = self._direct >= 0
+        self._finalizer = weakref.finalize(self, _close, self._fd, self._direct)
+        self._finalizer.atexit = False  # other threads may still read
         try:
             self.check()
         except TierFailed:
@@ -121,10 +124,14 @@ class DirectFile:
 
     def close(self) -> None:
         """Close the file. May be called again."""
-        for fd in (self._fd, self._direct):
-            if fd >= 0:
-                os.close(fd)
         self._fd = self._direct = -1
+        self._finalizer()
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        if fd >= 0:
+            os.close(fd)
 
 
 class OpenFiles:
