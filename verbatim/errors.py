@@ -31,7 +31,10 @@ class UnsupportedModel(ModelError, ValueError):
 
 
 class ModelChanged(VerbatimError, RuntimeError):
-    """A model changed after it was opened: a live module's layers, vocabulary or dtype, or weight files."""
+    """A model changed after it was opened: a live module's layers, vocabulary or dtype, or weight files.
+
+    Also raised for requests after an interrupted weight update, until `update_weights` is called again.
+    """
 
 
 class OutOfBlocks(VerbatimError, MemoryError):

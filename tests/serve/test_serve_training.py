@@ -17,7 +17,7 @@ from safetensors.torch import save
 
 from support.programs import PATIENCE_S, in_thread, started, state_of
 from support.serving import Served, serving, until
-from verbatim import LLM, InvalidRequest, SamplingParams, rl
+from verbatim import LLM, InvalidRequest, Offload, SamplingParams, rl
 from verbatim.errors import VerbatimError
 from verbatim.placement.distributed.link import LinkLost
 from verbatim.placement.distributed.wire import MAGIC, PREFIX
@@ -67,6 +67,14 @@ def weights(llm: LLM) -> Iterator[dict[str, torch.Tensor]]:
 
 def other(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor * 1.25 for name, tensor in weights.items()}
+
+
+def test_request_after_interrupted_update_of_offloaded_weights_gets_503() -> None:
+    placement = Offload(gpu="200MB", weights=(0, 0, 100), policy=None)
+    with LLM(placement=placement) as llm, serving(llm, ServeSettings()) as server:
+        llm.engine.runner.weights.is_mixed = True  # type: ignore[attr-defined]
+        error = server.refused("/v1/completions", BODY, 503)
+    assert error["message"] == "the model's weights have changed"
 
 
 # ---- token ids and log-probs

@@ -18,6 +18,7 @@ from verbatim.common.plain import to_plain
 from verbatim.errors import (
     EngineClosed,
     InvalidRequest,
+    ModelChanged,
     NotSupported,
     OutOfBlocks,
     PromptTooLong,
@@ -173,6 +174,9 @@ def refusal_of(error: BaseException) -> Refusal:
     if isinstance(error, TierFailed):  # its message names files of this machine
         log.error("a tier of the model's weights failed: %s", error)
         return Refusal(503, "the engine can no longer read the model's weights")
+    if isinstance(error, ModelChanged):  # so may this message
+        log.error("the model changed: %s", error)
+        return Refusal(503, "the model's weights have changed")
     if isinstance(error, VerbatimError):
         log.error("a request failed: %s", error, exc_info=error)
         return Refusal(500, f"the request failed: {type(error).__name__}")

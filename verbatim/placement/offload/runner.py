@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.common.heap import Heap, release_free_memory
-from verbatim.errors import NotSupported, UnsupportedModel, VerbatimError
+from verbatim.errors import ModelChanged, NotSupported, UnsupportedModel
 from verbatim.model.context import head_of
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
@@ -236,7 +236,7 @@ class Offloaded(Resident):
     def forward(self, batch: Batch) -> Forward:
         if self.weights.is_mixed:
             # Not a TierFailed, which would close the engine.
-            raise VerbatimError("a weight update was interrupted; call update_weights again")
+            raise ModelChanged("a weight update was interrupted; call update_weights again")
         self.weights.files.check()
         before, begin = self.timings().compute_s, perf_counter()
         read = self.weights.bytes_read
