@@ -86,12 +86,19 @@ def test_weights_are_copied_once_for_all_micro_batches(
         assert copied == a_forward * (runner.num_forwards - forwards)
 
 
+def save_old_and_new(folder: Path) -> dict[str, torch.Tensor]:
+    """Save a model in `old` and one with other weights in `new`; return the new weights."""
+    toys.make_toy("llama").save_pretrained(folder / "old")
+    new = toys.make_toy("llama", seed=1)
+    new.save_pretrained(folder / "new")
+    weights: dict[str, torch.Tensor] = new.state_dict()
+    return weights
+
+
 def test_updates_and_sleep_give_tokens_of_resident_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    toys.make_toy("llama", seed=1).save_pretrained(tmp_path / "new")
-    toys.make_toy("llama").save_pretrained(tmp_path / "old")
-    new = toys.make_toy("llama", seed=1).state_dict()
+    new = save_old_and_new(tmp_path)
     expected = resident_facts(tmp_path / "new", 6)
     with offloaded(monkeypatch, tmp_path / "old", weights=(30, 40, 30)) as llm:
         assert mixed_facts(llm, 6) == resident_facts(tmp_path / "old", 6)
@@ -107,9 +114,7 @@ def test_update_in_pieces_leaves_no_old_weights_on_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stage receives large weights in several messages; the device may copy units between two of them."""
-    toys.make_toy("llama", seed=1).save_pretrained(tmp_path / "new")
-    toys.make_toy("llama").save_pretrained(tmp_path / "old")
-    new = toys.make_toy("llama", seed=1).state_dict()
+    new = save_old_and_new(tmp_path)
     with offloaded(monkeypatch, tmp_path / "old", weights=(0, 60, 40)) as llm:
         runner: Any = llm.engine.runner
         writer = runner.writer()
