@@ -5,11 +5,12 @@ from __future__ import annotations
 import tempfile
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
 from itertools import accumulate, product
 from math import ceil
+from operator import or_
 from pathlib import Path
 from shutil import disk_usage
 from typing import NoReturn
@@ -30,7 +31,6 @@ from verbatim.placement.offload.units import Units
 from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, OpenRequest
 from verbatim.weights.lazy import sources
 
-IN_MEMORY: Percents = (100.0, 0.0, 0.0)
 ON_DISK: Percents = (0.0, 0.0, 100.0)
 UNLIMITED = 1 << 60  # bytes
 BUDGET_SHARE = 0.6  # of the available memory, if no budget is given
@@ -41,41 +41,14 @@ _ROOM_TO_GROW = 1.25  # growth factor of the staging buffers for K and V
 # Among plans this fast, relative to the fastest, K and V in memory and then the least work per token win.
 _MIN_RELATIVE_SPEED = 0.97
 
-# An item to place in memory: the index of a slot, or one of the strings below.
-Item = int | str
-_KV = "K and V of a layer"
-_SECOND_UNIT = "a second unit in the ring"
-_WAITING = "waiting activations"
+# What memory holds: the number of layers of K and V ("kv"), of slots of each group of `_groups`, of waiting
+# activations (0 or 1), and of second units in the ring (0 or 1).
+Held = Counter[str]
+_NOTHING: Held = Counter()
 
 # Kinds of memory that are in RAM when a GPU computes. All others are on the GPU, except weights, K and V and
 # activations in the cpu tier.
 _RAM_KINDS = ("ring", "converted weights", "experts", "expert buffers", "K and V buffers")
-
-
-class _Room:
-    """The free bytes of each tier; a single budget covers all memory."""
-
-    def __init__(self, offload: Offload, budget: int, disk: int, *, on_gpu: bool) -> None:
-        self.pooled = offload.gpu is None or offload.cpu is None
-        # What the gpu tier has no room for goes to cpu.
-        self.spills = not self.pooled and not on_gpu
-        self.first = "cpu" if offload.gpu is None and offload.cpu is not None else "gpu"
-        self.free = {"disk": disk, self.first: budget}
-        if not self.pooled:
-            self.free |= {"gpu": offload.gpu or 0, "cpu": offload.cpu or 0}
-
-    def take(self, tier: str, nbytes: int) -> str:
-        """Take bytes from a tier, even if fewer are free; return the tier."""
-        self.free[self.first if self.pooled and tier != "disk" else tier] -= nbytes
-        return tier
-
-    def place(self, nbytes: int) -> str:
-        """Take bytes from the gpu tier; without a GPU, from cpu if it has too few. Return the tier."""
-        return self.take("cpu" if self.spills and nbytes > self.free["gpu"] else self.first, nbytes)
-
-    @property
-    def suffices(self) -> bool:
-        return min(self.free.values()) >= 0
 
 
 class Planner:
@@ -85,8 +58,8 @@ class Planner:
         limit: maximum tokens of a sequence; None: unlimited.
 
     Attributes:
+        budgets: bytes of the tiers in memory; of a single one, it covers both tiers; empty: unlimited.
         disk: capacity of the disk tier in bytes, without the checkpoint.
-        budget: bytes of gpu and cpu together; None: unlimited.
         workload: (prompt, new) tokens, within the model's limit.
         max_kv_bytes: maximum bytes of K and V if there is no budget.
     """
@@ -96,7 +69,6 @@ class Planner:
     ) -> None:
         self.shape, self.options, self.limit = shape, options, limit
         self.on_gpu = options.device.separate_device is not None
-        self.budget: int | None = None
         is_given = offload.gpu is not None or offload.cpu is not None
         if self.on_gpu and (is_given or offload.weights is None):
             near, far = options.device.available_memory, available_memory()
@@ -105,10 +77,10 @@ class Planner:
                 cpu=int(far * BUDGET_SHARE) if offload.cpu is None else offload.cpu,
             )
         self.offload = offload
-        if offload.gpu is not None or offload.cpu is not None:
-            self.budget = (offload.gpu or 0) + (offload.cpu or 0)
-        elif offload.weights is None:
-            self.budget = int(available_memory() * BUDGET_SHARE)
+        given = {"gpu": offload.gpu, "cpu": offload.cpu}
+        self.budgets = {tier: nbytes for tier, nbytes in given.items() if nbytes is not None}
+        if not self.budgets and offload.weights is None:
+            self.budgets = {"gpu": int(available_memory() * BUDGET_SHARE)}
         self.max_kv_bytes = UNLIMITED
         if self.budget is None:
             self.max_kv_bytes = int(options.device.available_memory * DEFAULT_KV_SHARE)
@@ -126,24 +98,30 @@ class Planner:
         self._unpacked_bytes = max(map(shape.unpacked_bytes, shape.units), default=0)
         on_disk = ("disk",) * len(shape.slots)
         self._converted = [unit for unit in shape.units if shape.converted_bytes(unit, on_disk)]
-        # Slots of quantized embeddings: on a GPU, never in RAM, but in its memory or in the file.
-        self._rounded = {
+        # Slots of quantized embeddings, whose rows come from a GPU's memory or from the file, never from RAM.
+        self._rounded = [
             i
             for unit in shape.units
-            if unit.gathers
+            if unit.gathers and self.on_gpu
             for i in unit.slots
             if shape.slots[i].is_quantized
-        }
+        ]
+        self._groups = _groups(shape)
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes of all memory; None: unlimited."""
+        return sum(self.budgets.values()) if self.budgets else None
 
     @property
     def compute_budget(self) -> int | None:
         """Budget of the memory that computation uses, in bytes: on a GPU, its own."""
-        return self.offload.gpu if self.on_gpu else self.budget
+        return self.budgets.get("gpu") if self.on_gpu else self.budget
 
     def may_spill(self) -> bool:
         """Return whether K and V or activations may be placed on the disk."""
         offload = self.offload
-        if (offload.kv or IN_MEMORY)[2] or (offload.activations or IN_MEMORY)[2]:
+        if any(given and given[2] for given in (offload.kv, offload.activations)):
             return True
         if offload.kv is not None or self.budget is None:
             return False
@@ -169,10 +147,10 @@ class Planner:
                 f"max_sequences={self.options.max_sequences}"
             )
         for tight in (False, True):
-            bases = list(self._sizes(machine, tight=tight))
-            plans = (self._fill(base, order) for base in bases for order in self._orders(base))
+            bases = self._sizes(machine, tight=tight)
+            filled = (self._fill(base, order) for base in bases for order in self._orders(base))
             entries = [
-                (Forecast(self.shape, machine, plan), room) for plan, room in filter(None, plans)
+                (Forecast(self.shape, machine, plan), free) for plan, free in filter(None, filled)
             ]
             if entries:
                 break
@@ -180,7 +158,7 @@ class Planner:
             self._refuse()
         fastest = max(forecast.prediction.tokens_per_s for forecast, _ in entries)
 
-        def cost(entry: tuple[Forecast, _Room]) -> tuple[bool, float]:
+        def cost(entry: tuple[Forecast, Mapping[str, int]]) -> tuple[bool, float]:
             plan, prediction = entry[0].plan, entry[0].prediction
             step = prediction.decode
             # Forecasts leave out the overhead of each access to K and V on the disk.
@@ -188,10 +166,10 @@ class Planner:
             return plan.kv[2] > 0, busy_s / prediction.sequences
 
         threshold = _MIN_RELATIVE_SPEED * fastest
-        best, room = min(
+        best, free = min(
             (entry for entry in entries if entry[0].prediction.tokens_per_s >= threshold), key=cost
         )
-        plan = self._with_more_kv(best, room)
+        plan = self._with_more_kv(best, free)
         if self.budget is None and not self.on_gpu and plan.memory_bytes > available_memory():
             raise OutOfBlocks(
                 f"placement=Offload: {plan.memory_bytes} bytes are needed ({_memory_text(plan)}), and "
@@ -279,110 +257,117 @@ class Planner:
                     budget=self.budget,
                 )
 
-    def _orders(self, base: Plan) -> list[list[list[Item]]]:
-        """Return orders in which to fill memory, as groups of items of one kind.
+    def _orders(self, base: Plan) -> list[list[tuple[str, int]]]:
+        """Return orders in which to fill memory, as stages: what to hold (`Held`), up to which count.
 
         Every byte of one kind saves about the same disk time, so either K and V or weights go first. If
         memory is short, K and V are worth more than a second unit in the ring.
         """
-        shape, offload = self.shape, self.offload
-        num_overflowing = -(-(base.kv_bytes - self.disk) * shape.layers // max(1, base.kv_bytes))
-        overflow: list[Item] = [_KV] * max(0, num_overflowing)  # the disk has no room for these
-        kv: list[Item] = [] if offload.kv else [_KV] * (shape.layers - len(overflow))
-        waiting: list[Item] = [] if offload.activations else [_WAITING]
-        start = [[] if offload.kv else overflow, waiting]
-        large, needed, experts, gathered = _groups(shape) if offload.weights is None else [[]] * 4
-        return [
-            [*start, kv, large, [_SECOND_UNIT], needed, experts, gathered],
-            [*start, large, [_SECOND_UNIT], needed, experts, kv, gathered],
+        layers = self.shape.layers
+        num_overflowing = -(-(base.kv_bytes - self.disk) * layers // max(1, base.kv_bytes))
+        # The disk has no room for the overflowing layers.
+        start = [("kv", max(0, num_overflowing)), ("waiting", 1)]
+        kv, second = ("kv", layers), ("second", 1)
+        large, needed, experts, gathered = (
+            (name, len(group)) for name, group in self._groups.items()
+        )
+        orders = [
+            [*start, kv, large, second, needed, experts, gathered],
+            [*start, large, second, needed, experts, kv, gathered],
             [*start, large, needed, experts, kv, gathered],
         ]
+        given = dict.fromkeys(self._groups, self.offload.weights)
+        given |= {"kv": self.offload.kv, "waiting": self.offload.activations}
+        return [[s for s in order if given.get(s[0]) is None] for order in orders]
 
-    def _fill(self, base: Plan, order: list[list[Item]]) -> tuple[Plan, _Room] | None:
-        """Return the plan with as many items of each group in memory as fit, in order, and its free bytes.
+    def _fill(
+        self, base: Plan, order: list[tuple[str, int]]
+    ) -> tuple[Plan, Mapping[str, int]] | None:
+        """Return the plan with as much of each stage in memory as fits, in order, and its free bytes.
 
-        Returns None if memory is too small for no items at all. A GPU's memory is filled before RAM.
+        Returns None if memory is too small for nothing at all. A GPU's memory is filled before RAM.
         """
 
-        def fits(items: Sequence[Item]) -> bool:
-            room = self._assign(base, items)[1]
-            return room.free["gpu"] >= 0 if self.on_gpu else room.suffices
+        def fits(held: Held) -> bool:
+            free = self._place(base, held)[1]
+            return (free["gpu"] if self.on_gpu else min(free.values())) >= 0
 
-        items, ram_items = _longest_prefix(order, fits), None
-        if items is None:
-            return None
-        if self.on_gpu:
-            taken = Counter(item for item in items if item != _SECOND_UNIT)
-            remaining: list[list[Item]] = []
-            for group in order:
-                rest = (Counter(group) - taken).elements()
-                remaining.append([item for item in rest if item not in self._rounded])
-                taken -= Counter(group)
-            ram_items = _longest_prefix(
-                remaining, lambda more: self._assign(base, items, more)[1].suffices
-            )
-            if ram_items is None:
-                return None
-        return self._assign(base, items, ram_items or ())
+        held = _most(order, fits)
+        if held is None or not self.on_gpu:
+            return None if held is None else self._place(base, held)
+        taken = held - Held(second=1)
+        remaining = [(kind, max(0, count - taken[kind])) for kind, count in order]
+        in_ram = _most(remaining, lambda ram: min(self._place(base, held, ram)[1].values()) >= 0)
+        return None if in_ram is None else self._place(base, held, in_ram)
 
-    def _assign(
-        self, base: Plan, items: Sequence[Item], ram_items: Sequence[Item] = ()
-    ) -> tuple[Plan, _Room]:
-        """Return a plan with these items in memory, whether they fit or not, and its free bytes.
+    def _place(
+        self, base: Plan, held: Held, in_ram: Held = _NOTHING
+    ) -> tuple[Plan, Mapping[str, int]]:
+        """Return the plan with this in memory, whether it fits or not, and the free bytes of each tier.
 
         Percents given by the user are applied; everything else fills the gpu tier first.
 
         Args:
             base: plan with the batch sizes.
-            items: items in memory; with a GPU, in its memory.
-            ram_items: items in RAM, with a GPU.
+            held: what memory holds; with a GPU, its memory.
+            in_ram: what RAM holds, with a GPU.
         """
         shape, offload = self.shape, self.offload
-        budget = UNLIMITED if self.budget is None else self.budget
-        room = _Room(offload, budget, self.disk, on_gpu=self.on_gpu)
+        free = (self.budgets or {"gpu": UNLIMITED}) | {"disk": self.disk}
+        first = next(iter(free))
+        # What the gpu tier has no room for goes to cpu.
+        spills = len(self.budgets) == 2 and not self.on_gpu
+
+        def take(tier: str, nbytes: int) -> str:
+            """Take bytes from a tier, even if fewer are free; return the tier."""
+            free[tier if tier in free else first] -= nbytes
+            return tier
+
+        def place(nbytes: int) -> str:
+            return take("cpu" if spills and nbytes > free["gpu"] else first, nbytes)
+
         sizes, layers = [slot.nbytes for slot in shape.slots], [1] * shape.layers
-        slots = dict.fromkeys([*shape.resident, *(item for item in items if isinstance(item, int))])
+        slots = [*shape.resident]
         tiers = assign_tiers(sizes, offload.weights) if offload.weights else ["disk"] * len(sizes)
-        if self.on_gpu:  # their rows come from the GPU's memory or from the file
-            for i in self._rounded:
-                tiers[i] = "disk" if tiers[i] == "cpu" else tiers[i]
+        for name, group in self._groups.items():
+            slots += group[: held[name]]
+            for i in group[held[name] :][: in_ram[name]]:
+                tiers[i] = "cpu"
+        for i in self._rounded:
+            tiers[i] = "disk" if tiers[i] == "cpu" else tiers[i]
         for i in slots:
             tiers[i] = "gpu"
-        for item in ram_items:
-            if isinstance(item, int):
-                tiers[item] = "cpu"
         resident = (
             base.kv_bytes * shape.resident_bytes_per_token // max(1, shape.kv_bytes_per_token)
         )
         kv_size = -(-(base.kv_bytes - resident) // shape.layers)
         waiting = shape.waiting_bytes(base.max_batch_tokens)
-        memory = self._buffers(base, tuple(tiers), items, ram_items)
+        memory = self._buffers(base, tuple(tiers), held, in_ram)
         # Bytes of the weights in memory that are in the cache of experts.
         cached = max(0, memory["experts"] - shape.min_expert_cache_bytes)
-        in_ram = sum(memory[kind] for kind in _RAM_KINDS) if self.on_gpu else 0
-        buffers = resident + sum(memory.values()) - cached - in_ram  # in the gpu tier, if they fit
-        for i, tier in enumerate(tiers):
-            if tier != "disk" and i not in slots:
-                room.take(tier, sizes[i])
+        in_ram_bytes = sum(memory[kind] for kind in _RAM_KINDS) if self.on_gpu else 0
+        buffers = resident + sum(memory.values()) - cached - in_ram_bytes
+        for i in {*range(len(tiers))}.difference(slots):
+            if tiers[i] != "disk":
+                take(tiers[i], sizes[i])
         kv_tiers = assign_tiers(layers, offload.kv) if offload.kv else []
         for tier in kv_tiers:
-            room.take(tier, kv_size)
+            take(tier, kv_size)
         for tier, share in zip(TIERS, offload.activations or (), strict=False):
-            room.take(tier, int(waiting * share / 100))
-        gpu_buffers = max(0, min(buffers, room.free["gpu"])) if room.spills else buffers
-        room.take("gpu", gpu_buffers)
-        room.take("cpu", buffers - gpu_buffers + in_ram)
+            take(tier, int(waiting * share / 100))
+        spilled = max(0, buffers - max(0, free["gpu"])) if spills else 0
+        take("gpu", buffers - spilled)
+        take("cpu", spilled + in_ram_bytes)
         for i in slots:
-            tiers[i] = room.place(sizes[i])
+            tiers[i] = place(sizes[i])
         if not offload.kv:
-            kv_tiers = [room.place(kv_size) for _ in range(items.count(_KV))]
-            kv_tiers += [room.take("cpu", kv_size) for _ in range(ram_items.count(_KV))]
-            kv_tiers += [room.take("disk", kv_size) for _ in range(shape.layers - len(kv_tiers))]
+            kv_tiers = [place(kv_size) for _ in range(held["kv"])]
+            kv_tiers += [take("cpu", kv_size) for _ in range(in_ram["kv"])]
+            kv_tiers += [take("disk", kv_size) for _ in range(shape.layers - len(kv_tiers))]
         activations = offload.activations
         if activations is None:
-            tier = "cpu" if _WAITING in ram_items else "disk"
-            tier = room.place(waiting) if _WAITING in items else room.take(tier, waiting)
-            activations = _shares([1], [tier])
+            tier = "cpu" if in_ram["waiting"] else "disk"
+            activations = _shares([1], [place(waiting) if held["waiting"] else take(tier, waiting)])
         in_memory = sum(size for size, tier in zip(sizes, tiers, strict=True) if tier != "disk")
         memory = {
             "weights": in_memory - cached,
@@ -398,21 +383,17 @@ class Planner:
             tiers=tuple(tiers),
             memory={kind: nbytes for kind, nbytes in memory.items() if nbytes},
         )
-        return plan, room
+        return plan, free
 
     def _buffers(
-        self,
-        base: Plan,
-        tiers: tuple[str, ...],
-        items: Sequence[Item],
-        ram_items: Sequence[Item],
+        self, base: Plan, tiers: tuple[str, ...], held: Held, in_ram: Held
     ) -> dict[str, int]:
         """Return the bytes by kind that a plan takes beside weights, K and V and waiting activations.
 
         Staging buffers for K and V are sized for the workload.
         """
         shape, kv = self.shape, self.offload.kv
-        kv_in_place = items.count(_KV) == shape.layers
+        kv_in_place = held["kv"] == shape.layers
         if kv:
             kv_in_place = kv[0] == 100 if self.on_gpu else kv[2] == 0
         staged = 0
@@ -425,9 +406,9 @@ class Planner:
         return {
             "ring": _ring_bytes(
                 [shape.streamed_bytes(unit, tiers) for unit in shape.units],
-                roomy=_SECOND_UNIT in (ram_items if self.on_gpu else items),
+                roomy=bool((in_ram if self.on_gpu else held)["second"]),
             ),
-            "GPU ring": _ring_bytes(copied, roomy=_SECOND_UNIT in items),
+            "GPU ring": _ring_bytes(copied, roomy=bool(held["second"])),
             "experts": experts,
             "expert buffers": READERS
             * max(unit.expert_buffer for unit in shape.units)
@@ -446,7 +427,7 @@ class Planner:
             "recurrent states": self._state_bytes(base.block_size),
         }
 
-    def _with_more_kv(self, forecast: Forecast, room: _Room) -> Plan:
+    def _with_more_kv(self, forecast: Forecast, free: Mapping[str, int]) -> Plan:
         """Use free memory for K and V: of the block's sequences or, if no weights are read, of any more."""
         options, shape, plan = self.options, self.shape, forecast.plan
         if options.kv_bytes is not None or plan.kv[2]:
@@ -456,12 +437,13 @@ class Planner:
             longest = -(-(self.limit or UNLIMITED) // options.block_size)
             blocks = options.max_sequences * longest + 1
             useful = blocks * options.block_size * shape.kv_bytes_per_token
-        shares = {room.first: 100.0} if room.pooled else dict(zip(TIERS, plan.kv, strict=True))
-        free = min(int(room.free[tier] * 100 / share) for tier, share in shares.items() if share)
-        grown = plan.kv_bytes + free
-        if self.budget is None:
-            grown = min(grown, self.max_kv_bytes)
-        kv_bytes = max(plan.kv_bytes, min(grown, useful))
+        # A single budget covers all memory.
+        shares = (
+            dict(zip(TIERS, plan.kv, strict=True)) if len(free) > 2 else {next(iter(free)): 100.0}
+        )
+        room = min(int(free[tier] * 100 / share) for tier, share in shares.items() if share)
+        grown = min(plan.kv_bytes + room, self.max_kv_bytes, useful)
+        kv_bytes = max(plan.kv_bytes, grown)
         return replace(plan, kv_bytes=kv_bytes, memory={**plan.memory, "K and V": kv_bytes})
 
     def _refuse(self) -> NoReturn:
@@ -480,55 +462,48 @@ class Planner:
         }
         choices = ", ".join(f"{name}={v}" for name, v in chosen.items() if v is not None)
         choices = f"with {choices}, " if choices else ""
-        at_least = None if self.compute_budget is None else self._smallest_plan(self.compute_budget)
-        if at_least is None or (
-            at_least[1].suffices and self._ram(at_least[1]) <= (offload.cpu or 0)
-        ):
+        plan, free = self._smallest_plan(self.budgets)
+        if min(free.values()) >= 0:
             raise TierFailed(
                 f"placement=Offload: {choices}the disk tier is too small: "
                 f"{offload.disk or 'the temporary folder'} has room for {self.disk} bytes "
                 f"(disk_limit={offload.disk_limit})"
             )
-        budgets = f"gpu={offload.gpu} and cpu={offload.cpu} allow for {self.budget}"
-        tried = [int(max(1 << 16, self.compute_budget or 0) * 1.01**n) for n in range(3000)]
+        limits = f"gpu={offload.gpu} and cpu={offload.cpu} allow for {self.budget}"
+
+        def scaled(exponent: int) -> dict[str, int]:
+            budgets = {tier: int(max(1, n) * 1.01**exponent) for tier, n in self.budgets.items()}
+            return budgets | {"cpu": UNLIMITED} if self.on_gpu else budgets
+
+        exponents = range(3000)
         enough = bisect_left(
-            tried, True, key=lambda budget: self._smallest_plan(budget)[1].suffices
+            exponents, True, key=lambda n: min(self._smallest_plan(scaled(n))[1].values()) >= 0
         )
-        if enough == len(tried):
-            raise InvalidRequest(f"placement=Offload: {choices}no plan fits; {budgets}")
-        plan, room = self._smallest_plan(tried[enough])
-        where = f" on the GPU and {self._ram(room)} in RAM" if self.on_gpu else ""
-        needs = f"{tried[enough]} bytes are needed{where} ({_memory_text(plan)})"
-        if offload.gpu is not None and offload.cpu is not None and not self.on_gpu:
+        if enough == len(exponents):
+            raise InvalidRequest(f"placement=Offload: {choices}no plan fits; {limits}")
+        plan, free = self._smallest_plan(scaled(enough))
+        needs = f"{sum(scaled(enough).values())} bytes are needed"
+        if self.on_gpu:
+            in_ram = UNLIMITED - free["cpu"]
+            needs = f"{scaled(enough)['gpu']} bytes are needed on the GPU and {in_ram} in RAM"
+        needs += f" ({_memory_text(plan)})"
+        if len(self.budgets) == 2 and not self.on_gpu:
             needs += ", in the proportion of gpu and cpu"
         if choices:
-            raise InvalidRequest(f"placement=Offload: {choices}at least {needs}; {budgets}")
-        raise OutOfBlocks(f"placement=Offload: at least {needs}; {budgets}")
+            raise InvalidRequest(f"placement=Offload: {choices}at least {needs}; {limits}")
+        raise OutOfBlocks(f"placement=Offload: at least {needs}; {limits}")
 
-    def _ram(self, room: _Room) -> int:
-        """Return the bytes of RAM that a plan of `_smallest_plan` takes beside a GPU; 0 without a GPU."""
-        return UNLIMITED - room.free["cpu"] if self.on_gpu else 0
-
-    def _smallest_plan(self, budget: int) -> tuple[Plan, _Room]:
+    def _smallest_plan(self, budgets: dict[str, int]) -> tuple[Plan, Mapping[str, int]]:
         """Return the plan that takes the least memory, whether it fits or not, and its free bytes.
 
         Args:
-            budget: bytes in the user's proportion of gpu and cpu, with an unlimited disk; on a GPU, bytes of
-                its memory, with unlimited RAM.
+            budgets: bytes of the tiers in memory; the disk is unlimited.
         """
         planner = copy(self)
-        planner.budget, planner.disk = budget, UNLIMITED
-        gpu, cpu = self.offload.gpu, self.offload.cpu
-        if self.on_gpu:
-            planner.offload = self.offload.replace(gpu=budget, cpu=UNLIMITED)
-        elif gpu is not None and cpu is not None:
-            gpu = budget * gpu // max(1, gpu + cpu)
-            planner.offload = self.offload.replace(gpu=gpu, cpu=budget - gpu)
+        planner.budgets, planner.disk = budgets, UNLIMITED
         *_, base = planner._sizes(NOMINAL, tight=True)
-        beginnings = [
-            items for order in planner._orders(base) for items in accumulate([[], *order])
-        ]
-        plans = [planner._assign(base, items) for items in beginnings]
+        prefixes = [held for order in planner._orders(base) for held in _prefixes(order)]
+        plans = [planner._place(base, held) for held in prefixes]
         return min(plans, key=lambda entry: entry[0].memory_bytes)
 
 
@@ -570,27 +545,30 @@ def _ring_bytes(sizes: list[int], *, roomy: bool) -> int:
     return max(a + b for a, b in zip(sizes, sizes[1:] + sizes[:1], strict=True))
 
 
-def _longest_prefix(
-    order: list[list[Item]], fits: Callable[[Sequence[Item]], bool]
-) -> list[Item] | None:
-    """Return as many items of each group as fit, in order; None if not even an empty list fits.
+def _prefixes(order: list[tuple[str, int]]) -> list[Held]:
+    """Return what memory holds before the first stage of an order, and after each, if all fits."""
+    return [*accumulate((Held({kind: count}) for kind, count in order), or_, initial=Held())]
 
-    The last item of a group may free a buffer, so whole groups are tried first.
+
+def _most(order: list[tuple[str, int]], fits: Callable[[Held], bool]) -> Held | None:
+    """Return as much of each stage as fits, in order; None if not even nothing fits.
+
+    The last item of a stage may free a buffer, so whole stages are tried first.
     """
-    groups = [group for group in order if group]
-    prefixes = [*accumulate([[], *groups])]
+    prefixes = _prefixes(order)
     num_whole = next((n for n in reversed(range(len(prefixes))) if fits(prefixes[n])), None)
     if num_whole is None:
         return None
     held = prefixes[num_whole]
-    for group in groups[num_whole:]:
-        counts = range(1, len(group) + 1)
-        held = held + group[: bisect_left(counts, True, key=lambda n: not fits(held + group[:n]))]
+    for kind, most in order[num_whole:]:
+        counts = range(held[kind] + 1, most + 1)
+        more = bisect_left(counts, True, key=lambda n: not fits(held | Held({kind: n})))
+        held[kind] += more
     return held
 
 
-def _groups(shape: ModelShape) -> list[list[Item]]:
-    """Return the slots in groups, in the order in which they are placed in memory.
+def _groups(shape: ModelShape) -> dict[str, list[int]]:
+    """Return the slots outside of `resident` in groups, in the order in which memory takes them.
 
     A unit much larger than the others comes first: an LM head is often as large as six layers, and streaming
     it would need a ring of that size. Then come the weights that every token needs, then experts, which only
@@ -601,16 +579,15 @@ def _groups(shape: ModelShape) -> list[list[Item]]:
         (shape.streamed_bytes(unit, all_on_disk), i) for i, unit in enumerate(shape.units)
     )
     is_large = len(sizes) > 2 and sizes[-1][0] >= 2 * sizes[-2][0]
-    groups = [
-        list(shape.units[sizes[-1][1]].slots if is_large else ()),
-        _interleaved(shape, [unit.slots for unit in shape.units if not unit.gathers]),
-        _interleaved(shape, [unit.experts for unit in shape.units]),
-        list(range(len(shape.slots))),
-    ]
-    seen = set(shape.resident)
-    unique: list[list[Item]] = []
-    for group in groups:
-        unique.append([i for i in group if i not in seen])
+    groups = {
+        "large": shape.units[sizes[-1][1]].slots if is_large else (),
+        "needed": _interleaved(shape, [unit.slots for unit in shape.units if not unit.gathers]),
+        "experts": _interleaved(shape, [unit.experts for unit in shape.units]),
+        "gathered": range(len(shape.slots)),
+    }
+    seen, unique = set(shape.resident), dict[str, list[int]]()
+    for name, group in groups.items():
+        unique[name] = [i for i in group if i not in seen]
         seen.update(group)
     return unique
 
