@@ -44,7 +44,7 @@ def choose_keys(
     width, groups = options.width, options.groups(q.shape[1])
     # Rows with at most `width` keys see all of them.
     leading = torch.arange(0 if options.records else width, dtype=torch.int32, device=q.device)
-    positions = _rows_of(batch)[1][:, None, None]
+    positions = sequences_and_positions(batch)[1][:, None, None]
     chosen = torch.where(leading <= positions, leading, -1)
     chosen = torch.nn.functional.pad(chosen, (0, width - len(leading)), value=-1)
     chosen = chosen.repeat(1, groups, 1)
@@ -90,7 +90,7 @@ def choose_keys(
     return chosen
 
 
-def _rows_of(batch: AttentionBatch) -> tuple[Tensor, Tensor]:
+def sequences_and_positions(batch: AttentionBatch) -> tuple[Tensor, Tensor]:
     """Return the sequence of each row, and the row's position in it, `[T]` each."""
     lengths = batch.query_starts.diff()
     sequences = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
@@ -209,7 +209,7 @@ def attend_to_records(
     """
     records, window = options.records, options.window
     assert records is not None and window
-    positions = _rows_of(batch)[1][:, None]
+    positions = sequences_and_positions(batch)[1][:, None]
     recent = positions + torch.arange(1 - window, 1, device=q.device)
     if isinstance(records, int):
         count = int(batch.context_lens.max()) // records
@@ -237,7 +237,7 @@ def _attend_to_rows(
         heads: indices of the KV heads that `q` attends to.
     """
     options = replace(options, chosen=None, records=None)
-    sequences = _rows_of(batch)[0][:, None]
+    sequences = sequences_and_positions(batch)[0][:, None]
     block_size = parts[0][0].shape[2]
     copies = len(parts) > 1 or (options.sinks is not None and len(heads) > 1)
     copies |= parts[0][0].shape[:3].numel() >= 2**31  # tables are int32

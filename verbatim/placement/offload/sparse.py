@@ -7,7 +7,7 @@ from torch import Tensor
 
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
-from verbatim.kv.indexing import index_scores, top_indices
+from verbatim.kv.indexing import index_scores, sequences_and_positions, top_indices
 from verbatim.kv.recurrence import tree_sum
 from verbatim.kv.store import KVStore
 
@@ -32,12 +32,7 @@ def top_k_attention(
     memory. Returns `[T, H, Dv]` in the dtype of `q`.
     """
     starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
-    positions = torch.cat(
-        [
-            torch.arange(length - (starts[s + 1] - starts[s]), length)
-            for s, length in enumerate(lens)
-        ]
-    )
+    positions = sequences_and_positions(batch)[1]
     # With chunks, rows that see few keys may follow rows that see many.
     sees_more = positions - options.lowest_key(positions) >= top_k
     heads, value_size = q.shape[1], store.shapes[layer].value_dim
