@@ -1,45 +1,14 @@
-"""Differential checks: every fast path is compared to the reference implementation."""
+"""Comparisons of fast paths with the reference implementation: equality, tolerances and random operands."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-
-Case = TypeVar("Case")
-
-
-class Mismatch(NamedTuple):
-    """The first two tensors that differ."""
-
-    case: Any
-    place: int  # index among the tensors of that case
-    actual: Tensor
-    expected: Tensor
-
-
-def differential_check(
-    actual: Callable[[Case], Sequence[Tensor]],
-    expected: Callable[[Case], Sequence[Tensor]],
-    cases: Iterable[Case],
-    same: Callable[[Tensor, Tensor], bool] | None = None,
-) -> Mismatch | None:
-    """Compare the results of two functions for each case; return the first difference, or None.
-
-    Tensors are compared by `same`, by default `bit_equal`.
-    """
-    same = bit_equal if same is None else same
-    for case in cases:
-        pairs = zip(actual(case), expected(case), strict=True)
-        for place, (a, b) in enumerate(pairs):
-            if not same(a, b):
-                return Mismatch(case, place, a, b)
-    return None
 
 
 def bit_equal(a: Tensor, b: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from verbatim.errors import UnsupportedModel
 from verbatim.kv.store import KVStore
 from verbatim.model.adapters import has_indexers, runs_indexer
-from verbatim.model.differential import differential_check, largest_error, tolerance
+from verbatim.model.differential import bit_equal, largest_error, tolerance
 from verbatim.model.flat import FlatContext, noise_store, span_batch, trial_logits
 from verbatim.model.patching import patched, quiet, replaced_forwards
 from verbatim.model.recurrent_ops import has_supported_states
@@ -140,26 +140,17 @@ def try_out(module: nn.Module, spec: ModelSpec) -> None:
     rest: Spans = {s: (cut[s][1], all_rows[s][1]) for s in all_rows}
     joint, store_in_two = flat(memory(), all_rows), memory()
     first, second = flat(store_in_two, cut), flat(store_in_two, rest)
-
-    def alternatives(s: int) -> list[Tensor]:
-        """Return the logits of a sequence run alone, and run in two pieces."""
+    for s, logits in joint.items():
         alone = flat(memory(), {s: all_rows[s]})[s]
-        return [alone, torch.cat([first[s], second[s]])]
-
-    if differential_check(alternatives, lambda s: [joint[s]] * 2, all_rows):
-        raise UnsupportedModel("in a trial its logits changed with the other rows of the batch")
-    diff = differential_check(
-        lambda s: [joint[s]],
-        lambda s: [expected[s]],
-        all_rows,
-        lambda actual, expected: largest_error(actual, expected) <= tolerance(actual, scale),
-    )
-    if diff is not None:
-        raise UnsupportedModel(
-            "in a trial its logits on a flat batch were off by "
-            f"{largest_error(diff.actual, diff.expected):.2g} (largest logit: {scale:.2g}) from its "
-            "own forward"
-        )
+        if not (bit_equal(alone, logits) and bit_equal(torch.cat([first[s], second[s]]), logits)):
+            raise UnsupportedModel("in a trial its logits changed with the other rows of the batch")
+    for actual, theirs in zip(joint.values(), expected, strict=True):
+        error = largest_error(actual, theirs)
+        if not error <= tolerance(actual, scale):
+            raise UnsupportedModel(
+                f"in a trial its logits on a flat batch were off by {error:.2g} (largest logit: "
+                f"{scale:.2g}) from its own forward"
+            )
 
 
 def is_verified(module: Any, inner: Any) -> bool:

@@ -17,7 +17,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,7 +27,7 @@ from verbatim.kernels.functions import addresses, run, struct_layout
 from verbatim.kv.flat import HiddenStore
 from verbatim.model.angles import Angles, AnglesStruct
 from verbatim.model.context import head_of
-from verbatim.model.differential import bit_equal, differential_check
+from verbatim.model.differential import bit_equal
 from verbatim.model.fingerprint import Fingerprint, Place, numbers_of, tensors_of
 from verbatim.model.flat import FlatContext
 from verbatim.model.layer import FusedLayer
@@ -443,14 +442,10 @@ class WholeModel:
             self._scale_logits = self._scaling(last, logits)
             last = self._scale_logits(last)
             problem = "its logits differ from its LM head's output for the final norm"
-        theirs = [call.hidden for call in calls]
-        cases = (
-            (ours[:-1], theirs, "hidden states are changed before one of its layers"),
-            ([last], [logits], problem),
-        )
-        mismatch = differential_check(itemgetter(0), itemgetter(1), cases)
-        if mismatch is not None:
-            raise NotFusable(mismatch.case[2])
+        if not all(map(bit_equal, ours, (call.hidden for call in calls))):
+            raise NotFusable("hidden states are changed before one of its layers")
+        if not bit_equal(last, logits):
+            raise NotFusable(problem)
 
 
 def _identity(x: Tensor) -> Tensor:
