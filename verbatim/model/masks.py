@@ -33,17 +33,18 @@ _RULE_PRESERVING = frozenset(
 )
 
 
+Rule = tuple[int | None, int]  # a window and a chunk, as `mask_rule` returns them
+
+
 class RecordedMask(Tensor):
-    """A mask that carries its window or chunk until it is modified.
+    """A mask that carries its rule until it is modified.
 
     Attributes:
-        window: the window; 0 for a causal mask, NOT_CAUSAL if it shows later tokens, None for other rules.
-        chunk_size: the chunk of `mask_rule` if `window` is None; 0 for other rules.
+        rule: the window and the chunk, as returned by `mask_rule`.
         reach: number of positions for which the rule is known.
     """
 
-    window: int | None
-    chunk_size: int
+    rule: Rule
     reach: int
 
     @classmethod
@@ -54,19 +55,19 @@ class RecordedMask(Tensor):
             result = func(*args, **(kwargs or {}))
         source = args[0] if args else None
         if isinstance(result, RecordedMask):  # modified in place
-            result.window, result.chunk_size = None, 0
+            result.rule = None, 0
         elif (
             isinstance(source, RecordedMask)
             and func in _RULE_PRESERVING
             and isinstance(result, Tensor)
         ):
-            return _recorded(result, source.window, source.chunk_size, source.reach)
+            return _recorded(result, source.rule, source.reach)
         return result
 
 
-def _recorded(mask: Tensor, window: int | None, chunk: int, reach: int) -> RecordedMask:
+def _recorded(mask: Tensor, rule: Rule, reach: int) -> RecordedMask:
     mask_with_rule = mask.as_subclass(RecordedMask)
-    mask_with_rule.window, mask_with_rule.chunk_size, mask_with_rule.reach = window, chunk, reach
+    mask_with_rule.rule, mask_with_rule.reach = rule, reach
     return mask_with_rule
 
 
@@ -85,14 +86,14 @@ def recorded_mask(
     length = max_length_of(config)[0] if config is not None else None
     reach = min(length or _MAX_REACH, _MAX_REACH)
     padded = attention_mask is not None and not bool(attention_mask.all())
-    window, chunk = (None, 0) if padded else mask_rule(mask_function, reach, device)
+    rule = (None, 0) if padded else mask_rule(mask_function, reach, device)
     zeros = torch.zeros(batch_size, 1, q_length, kv_length, dtype=dtype, device=device)
-    return _recorded(zeros, window, chunk, reach)
+    return _recorded(zeros, rule, reach)
 
 
 def mask_rule(
     mask_function: Callable[..., Any], length: int, device: torch.device | str = "cpu"
-) -> tuple[int | None, int]:
+) -> Rule:
     """Return the window and the chunk of a rule `(batch, head, query, key) -> visible`.
 
     The rule is evaluated at a few positions below `length`.
@@ -156,10 +157,10 @@ def checked_attention(
     name = type(module).__name__
     if attention_mask is None:
         raise UnsupportedModel(f"{name} attends without a mask, so to later tokens as well")
-    window = getattr(attention_mask, "window", None)
+    window, chunk = getattr(attention_mask, "rule", (None, 0))
     if window == NOT_CAUSAL:
         raise UnsupportedModel(f"{name} attends to later tokens")
-    chunk, layer_chunk = getattr(attention_mask, "chunk_size", 0), chunk_of_layer(module)
+    layer_chunk = chunk_of_layer(module)
     # A mask that covers less than a chunk is causal.
     if chunk != layer_chunk and not (window == 0 and layer_chunk >= attention_mask.reach):
         raise UnsupportedModel(
@@ -200,11 +201,11 @@ def _attend_causally(
 ) -> Any:
     windows = (0, getattr(module, "sliding_window", None))
     for value in (*args, *kwargs.values()):
-        if isinstance(value, RecordedMask) and value.window not in windows:
-            raise UnsupportedModel(
-                f"{type(module).__name__} "
-                + ("attends to later tokens" if value.window == NOT_CAUSAL else "has another mask")
+        if isinstance(value, RecordedMask) and value.rule[0] not in windows:
+            problem = (
+                "attends to later tokens" if value.rule[0] == NOT_CAUSAL else "has another mask"
             )
+            raise UnsupportedModel(f"{type(module).__name__} {problem}")
     return forward(module, *args, **kwargs)
 
 

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from verbatim import kernels
 from verbatim.kernels.functions import kernel, struct_layout
+from verbatim.kernels.packing import WeightPacking
 from verbatim.model.differential import bit_equal, noise
 from verbatim.quantization.integers import integer_linear
 from verbatim.quantization.matrix import QuantizedMatrix, unpack
@@ -189,40 +190,26 @@ def _other_linear(
     x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None, float32: bool
 ) -> Tensor:
     """Compute `linear` for a weight that the compiled CPU kernel does not support."""
+    packing: WeightPacking | None = None
     if isinstance(weight, QuantizedMatrix):
-        return _quantized_linear(x, weight, bias, float32)
-    if _triton_takes(x, weight, weight.dtype, bias):
-        from verbatim.kernels.triton import linear as triton_linear
-
-        return triton_linear.linear(x, weight, bias, float32=float32)
-    out = _torch_linear(x, weight, bias)
-    return out.float() if float32 else out
-
-
-def _quantized_linear(
-    x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, float32: bool
-) -> Tensor:
-    data, packing = weight.data, weight.packing
-    if _triton_takes(x, data, packing.dtype, bias):
+        data, packing, dtype = weight.data, weight.packing, weight.packing.dtype
+    else:
+        data, dtype = weight, weight.dtype
+    if x.device == data.device and kernels.uses_triton(x.device):
         from verbatim.kernels.triton import integers as triton_integers
         from verbatim.kernels.triton import linear as triton_linear
 
-        if packing.interleaved:
-            return triton_integers.linear(x, data, packing, bias, float32=float32)
-        return triton_linear.linear(x, data, bias, float32=float32, packing=packing)
-    if packing.interleaved:
+        if triton_linear.supports(x, dtype, bias):
+            if packing is not None and packing.interleaved:
+                return triton_integers.linear(x, data, packing, bias, float32=float32)
+            return triton_linear.linear(x, data, bias, float32=float32, packing=packing)
+    if isinstance(weight, Tensor):
+        out = _torch_linear(x, weight, bias)
+        return out.float() if float32 else out
+    if weight.packing.interleaved:
         return integer_linear(x, weight, bias, float32)
-    matrix = unpack(data, packing)
-    return linear(x, matrix.t() if packing.columns else matrix, bias, float32=float32)
-
-
-def _triton_takes(x: Tensor, data: Tensor, dtype: torch.dtype, bias: Tensor | None) -> bool:
-    """Return whether the Triton kernels can multiply x with a matrix of `dtype`, stored as `data`."""
-    if x.device != data.device or not kernels.uses_triton(x.device):
-        return False
-    from verbatim.kernels.triton import linear as triton_linear
-
-    return triton_linear.supports(x, dtype, bias)
+    matrix = unpack(data, weight.packing)
+    return linear(x, matrix.t() if weight.packing.columns else matrix, bias, float32=float32)
 
 
 def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
