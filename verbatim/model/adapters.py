@@ -308,7 +308,7 @@ def _llama4_experts(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]
     weights, experts = choose(logits.float(), form, None, forced_experts(), rows.dtype)
     inputs = (rows[:, None] * weights[..., None].to(rows.dtype)).flatten(0, 1)
     ones = torch.ones_like(weights).reshape(-1, 1)
-    outputs = flat_experts(module.experts, inputs, experts.reshape(-1, 1), ones)
+    outputs = module.experts(inputs, experts.reshape(-1, 1), ones)
     out = module.shared_expert(rows)
     for routed in outputs.view(len(rows), -1, module.hidden_dim).unbind(1):
         out = out + routed

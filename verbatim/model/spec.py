@@ -8,15 +8,13 @@ Classes that are not in the list of verified ones must also pass a trial (`trial
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from verbatim import kernels
 from verbatim.batch import Choices
@@ -27,7 +25,7 @@ from verbatim.kv.store import LayerShape
 from verbatim.model import masks
 from verbatim.model.adapters import counts_by_padding, patch_functions
 from verbatim.model.context import IMPLEMENTATION, activate, head_of, record_values, why_no_hidden
-from verbatim.model.experts import num_experts
+from verbatim.model.experts import num_experts, runs_flat
 from verbatim.model.invariant import Recorder
 from verbatim.model.patching import Forwards, exclusive, patched, replaced_forwards
 from verbatim.model.routing import UNKNOWN_ROUTER, choices_of
@@ -135,7 +133,7 @@ class InspectionContext:
 
     def update_state(self, shape: StateShape, update: Update) -> Tensor:
         self.states.append(shape)
-        # Weights may be on the meta device, and dispatch modes only see operations of torch.
+        # Weights may be placeholders, and dispatch modes only see operations of torch.
         with kernels.using("none"):
             return shape.update_first_rows(update, len(_IDS) * len(_IDS[0]), self.device)
 
@@ -278,10 +276,7 @@ def inspect_forward(
     """
     masks.register()
     patch_functions(module)
-    device = next(module.parameters()).device
-    if device.type == "meta":
-        device = torch.device("cpu")
-    context.device = device
+    context.device = device = next(module.parameters()).device
     attention = IMPLEMENTATION if isinstance(inner, OwnModel) else masks.INSPECTION
     inputs: dict[str, Any] = {"input_ids": torch.tensor(_IDS, device=device)}
     if positions:
@@ -315,70 +310,30 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 # ---- inspection without weights
 
-
-_aten = torch.ops.aten
+# Attributes with the output width of linear layers and transformers' Conv1D.
+_WIDTHS = ("out_features", "nf")
 
 
 def outline(module: nn.Module) -> InspectionContext:
     """Return the shapes of K, V and recurrent states, by inspecting a module without reading its weights.
 
+    Parameters may be placeholders without memory: linear layers and experts return zeros without computing.
     If the forward fails, these are the shapes found until then.
     """
     context, inner = InspectionContext(), inner_model(module)
-    mode = _ZeroWeights()  # type: ignore[no-untyped-call]
-    with (
-        exclusive,
-        kernels.using("none"),
-        _without_weights(module),
-        mode,
-        suppress(UnsupportedModel),
-    ):
-        inspect_forward(module, inner, context, positions=takes_positions(inner))
+    positions = takes_positions(inner)
+    with exclusive, kernels.using("none"), suppress(UnsupportedModel):
+        forwards = replaced_forwards(module)
+        for layer in module.modules():
+            fields = layer.__dict__
+            width = next((fields[name] for name in _WIDTHS if name in fields), None)
+            is_linear = width is not None and "top_k" not in fields  # a router returns more
+            if (is_linear or runs_flat(layer)) and "forward" not in fields:
+                forwards.append((fields, partial(_zeros, width)))
+        inspect_forward(module, inner, context, positions=positions, forwards=forwards)
     return context
 
 
-@contextmanager
-def _without_weights(module: nn.Module) -> Iterator[None]:
-    """Replace a module's parameters by meta tensors within the block."""
-    owned = [(layer._parameters, dict(layer._parameters)) for layer in module.modules()]
-    meta: dict[Any, nn.Parameter] = {None: None}  # type: ignore[dict-item]
-    for parameter in module.parameters():
-        empty = torch.empty_like(parameter, device="meta")
-        meta[parameter] = nn.Parameter(empty, requires_grad=False)
-    try:
-        for parameters, original in owned:
-            parameters.update({name: meta[parameter] for name, parameter in original.items()})
-        yield
-    finally:
-        for parameters, original in owned:
-            parameters.update(original)
-
-
-class _ZeroWeights(TorchDispatchMode):
-    """Replaces the results of operations on meta weights by zeros, unless all operands are weights."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        is_meta = [x.is_meta for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if not any(is_meta):
-            if kwargs.get("device") == torch.device("meta"):  # copied from a weight
-                kwargs["device"] = torch.device("cpu")
-            return func(*args, **kwargs)
-        if func is _aten.equal.default:
-            return True
-        if func is _aten._local_scalar_dense.default:
-            return func(torch.zeros_like(args[0], device="cpu"))
-        if func._schema.is_mutable:
-            return args[0]
-        stays_meta = all(is_meta) and kwargs.get("device") is None
-        if "device" in kwargs:
-            kwargs["device"] = torch.device("meta")
-        args, kwargs = tree_map(
-            lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs)
-        )
-        output = func(*args, **kwargs)
-        return output if stays_meta else tree_map(_zeros, output)
-
-
-def _zeros(like: Any) -> Any:
-    return torch.zeros_like(like, device="cpu") if isinstance(like, Tensor) else like
+def _zeros(width: int | None, hidden: Tensor, *_: Any) -> Tensor:
+    """Return zeros in place of a layer's output, `[..., width]`; None: as wide as `hidden`."""
+    return hidden.new_zeros(*hidden.shape[:-1], width or hidden.shape[-1])
