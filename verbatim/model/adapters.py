@@ -277,7 +277,8 @@ def _jetmoe_choice(router: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
 def _jetmoe_mlps(module: Any, layer_input: Tensor) -> Tensor:
     rows = layer_input.flatten(0, -2)
     weights, experts = _jetmoe_choice(module.router, rows)
-    return flat_experts(module, rows, experts, weights).view(layer_input.shape) + module.bias
+    out = flat_experts(module, rows, experts, weights)
+    return torch.add(out.view(layer_input.shape), module.bias)
 
 
 @replaces("JetMoeMoA.map")
@@ -296,7 +297,7 @@ def _jetmoe_out(module: Any, layer_input: Tensor, topo_info: tuple[Tensor, Tenso
     rows = layer_input.flatten(0, -2)
     out = project_chosen(stack_of(module.output_linear, "weight"), rows, experts.reshape(-1, 1))
     out = weighted_sum(out.view(*experts.shape, -1), weights).to(rows.dtype)
-    return out.view(*layer_input.shape[:2], -1) + module.bias
+    return torch.add(out.view(*layer_input.shape[:2], -1), module.bias)
 
 
 @replaces("Llama4TextMoe")
