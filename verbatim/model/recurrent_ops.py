@@ -21,7 +21,7 @@ from verbatim.kv.states import StateShape, Update
 from verbatim.model import elementwise
 from verbatim.model.context import RECURRENT, active_context, replaces
 from verbatim.model.invariant import exp, forward_for, logsigmoid, sigmoid, silu, softplus
-from verbatim.model.products import linear, matmul
+from verbatim.model.products import matmul
 
 
 @kernels.without_overrides
@@ -61,12 +61,13 @@ def previous(x: Tensor) -> Tensor:
     return causal_conv1d(x.transpose(1, 2), weight).transpose(1, 2)
 
 
-def _l2norm(x: Tensor, scale: float) -> Tensor:
-    """Return x / sqrt(sum(x^2) + 1e-6) * scale over the last dimension."""
+def _l2norm(x: Tensor, scale: float, eps: float = 1e-6) -> Tensor:
+    """Return x / sqrt(sum(x^2) + eps) * scale over the last dimension."""
     width: int = x.shape[-1]
     if elementwise.supports(x):  # an RMS norm up to a factor
-        return elementwise.norm(x, None, 1e-6 / width, NormKind.BARE) * (scale / math.sqrt(width))
-    return x / torch.sqrt(tree_sum(x * x, -1)[..., None] + 1e-6) * scale
+        return elementwise.norm(x, None, eps / width, NormKind.BARE) * (scale / math.sqrt(width))
+    wide = x.float()
+    return (wide / torch.sqrt(tree_sum(wide * wide, -1)[..., None] + eps) * scale).to(x.dtype)
 
 
 def recurrence(
@@ -255,7 +256,7 @@ def _zaya_convolutions(layer: Any, rows: Tensor) -> Tensor:
     taps = [causal_conv1d(rows.transpose(1, 2), first.weight[:, 0]).transpose(1, 2)]
     for _ in range(1, second.kernel_size[0]):
         taps.append(previous(taps[-1]))
-    inputs = torch.stack(taps[::-1], dim=-1) + first.bias[:, None]
+    inputs = torch.stack([tap + first.bias for tap in reversed(taps)], dim=-1)
     weight = second.weight.flatten(1).unflatten(0, (second.groups, -1))
     out: Tensor = _by_head(inputs.flatten(2), weight) + second.bias
     return out
@@ -270,11 +271,8 @@ def _by_head(rows: Tensor, weight: Tensor) -> Tensor:
 @replaces("ZayaQKNorm", recurrent=True)
 def _zaya_norm(layer: Any, *states: Tensor) -> tuple[Tensor, Tensor]:
     """Scale queries and keys `[B, T, H, D]` to length sqrt(D), and keys by an additional factor per head."""
-    heads = torch.cat(states, 2)
-    ones = heads.new_ones(1, heads.shape[-1], dtype=torch.float32)
-    length = torch.sqrt(linear(heads.float().square(), ones)).to(heads.dtype)
-    scaled = heads * (layer.head_dim_scale / length.clamp_min(torch.finfo(heads.dtype).eps))
-    query, key = scaled.split([x.shape[2] for x in states], 2)
+    eps = torch.finfo(states[0].dtype).eps ** 2
+    query, key = (_l2norm(x, layer.head_dim_scale, eps) for x in states)
     return query, key * layer.temp[:, None]
 
 
