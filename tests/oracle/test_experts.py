@@ -35,7 +35,9 @@ from verbatim.model.experts import (
     _clamped,
     flat_experts,
     parts_of,
+    project_chosen,
     run_experts,
+    stack_of,
 )
 from verbatim.model.quantized import hold_quantized
 from verbatim.model.router import (
@@ -315,6 +317,30 @@ def test_supported_moe_models_need_no_function_override(case: str) -> None:
     by_the_model = {"beam": {"exp"}, "deepseek_v2": {"mul"}, "lfm2_moe": {"silu"}}
     called = by_the_model.get(case, set())
     assert opened(build(case)).decoder.spec.needs_override == called
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_rows_times_chosen_quantized_matrices_are_as_one_by_one(kind: Quantization) -> None:
+    stack = stack_of(quantized(Experts(False, False, False, torch.bfloat16), kind), "up_proj")
+    rows, chosen = torch.randn(9, HIDDEN).bfloat16(), torch.arange(18).view(9, 2) % NUM_EXPERTS
+    assert stack.count == NUM_EXPERTS
+    out = project_chosen(stack, rows, chosen)
+    for row, experts, products in zip(rows, chosen.tolist(), out, strict=True):
+        expected = [stack.project(expert, row[None])[0] for expert in experts]
+        assert torch.equal(products, torch.stack(expected))
+
+
+def test_scores_that_a_router_rounds_are_rounded_before_the_choice() -> None:
+    gate = build("lfm2_moe").bfloat16().model.layers[-1].feed_forward.gate
+    parts, noise = router_parts(gate), torch.Generator().manual_seed(1)
+    assert parts is not None and parts.form.rounded_scores
+    rows = torch.randn(2000, gate.hidden_dim, generator=noise).bfloat16()
+    bias = torch.randn(gate.num_experts, generator=noise) * 0.05
+    logits, _, expected = gate(rows, bias)
+    for function in (choose, by("none", choose)):
+        chosen = function(logits.float(), parts.form, bias, None, torch.bfloat16)[1]
+        assert torch.equal(chosen.sort(-1)[0], expected.sort(-1)[0])
 
 
 @needs_kernels

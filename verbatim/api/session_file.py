@@ -18,7 +18,7 @@ from torch import Tensor
 from verbatim.common.files import atomic_write
 from verbatim.core import SessionCache
 from verbatim.engine.handle import EngineHandle
-from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.params import SamplingParams
 from verbatim.sampling.stopping import num_in_common
 
@@ -319,6 +319,10 @@ def _identity_of_kv(engine: EngineHandle, token_ids: list[int], num_tokens: int)
         raise request.error
     result = request.result
     assert result is not None and result.prompt_logprobs is not None
+    if len(result.prompt_logprobs) <= len(probe_ids):
+        raise VerbatimError(
+            "the engine was paused in the meantime, which aborted the check of K and V"
+        )
     scores = result.prompt_logprobs[1:]
     packed = struct.pack(f"<{len(scores)}d", *scores)
     return {

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-VERSION = 9  # incremented when a kernel's arithmetic changes; part of the numerics key
+VERSION = (
+    10  # incremented when the arithmetic of a kernel or a model changes; part of the numerics key
+)
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 # Best first, with the required features, named as in /proc/cpuinfo.

@@ -81,7 +81,13 @@ static void choose_row(const Router &r, float *logits, float *scores, float *cho
         const f32x16 cap = splat(r.softcap);
         by_sixteen(logits, logits, n, [&](f32x16 v) { return vb::tanh(v / cap) * cap; });
     }
+    const auto round = [](float &x) {
+        T held;
+        put(&held, x);
+        x = to_float(held);
+    };
     to_scores(scores, logits, n, r.score);
+    if (r.rounded_scores) std::for_each(scores, scores + n, round);
     for (int64_t i = 0; i < n; i++) {
         float correction = 0.0f;
         if (r.correction)
@@ -104,11 +110,7 @@ static void choose_row(const Router &r, float *logits, float *scores, float *cho
     }
     for (int j = 0; j < k; j++) {
         if (r.scale != 1.0f) weights[j] *= r.scale;
-        if (r.rounded) {
-            T held;
-            put(&held, weights[j]);
-            weights[j] = to_float(held);
-        }
+        if (r.rounded) round(weights[j]);
     }
 }
 
@@ -160,7 +162,7 @@ static void glu_row(const Experts &e, T *row) {
 // The slots of rows (one for each expert of a row), sorted by expert.
 struct Sorted {
     std::vector<int64_t> starts;  // the first sorted slot of each expert, and the number of slots
-    std::vector<int64_t> place;   // of each slot; -1: its expert number is `count` or higher
+    std::vector<int64_t> place;   // the sorted position of each slot; -1: its expert has no weights
 
     Sorted(const int32_t *experts, int64_t slots, int64_t count)
         : starts(count + 1), place(slots, -1) {
@@ -172,7 +174,7 @@ struct Sorted {
             if (experts[s] < count) place[s] = next[experts[s]]++;
     }
 
-    // to[slots, width]: row r of x[rows, width] for each of its slots.
+    // Copies each row of x[rows, width] to the sorted positions of its slots, to[slots, width].
     template <typename T>
     void gather(const T *x, int64_t rows, int64_t top_k, int64_t width, T *to, int threads) const {
         each_row(rows, top_k * width, threads, [&](int64_t r) {
@@ -322,7 +324,7 @@ static void multiply_chosen(const Stack &stack, int64_t count, const T *x, int64
                             const int32_t *chosen, int64_t top_k, T *out, int threads) {
     const int64_t depth = stack.first.depth, cols = stack.first.cols;
     const Sorted slots(chosen, rows * top_k, count);
-    const Scratch<T> sorted(rows * top_k * depth), made(rows * top_k * cols);
+    const Scratch<T> sorted(rows * top_k * depth), outputs(rows * top_k * cols);
     slots.gather(x, rows, top_k, depth, sorted.data, threads);
     std::vector<Matrix> matrices(count);
     std::vector<RowGroup> groups;
@@ -331,10 +333,10 @@ static void multiply_chosen(const Stack &stack, int64_t count, const T *x, int64
         matrices[i] = stack[i];
         groups.push_back({slots.starts[i], slots.starts[i + 1], &matrices[i]});
     }
-    multiply_groups(sorted.data, depth, groups.data(), (int64_t)groups.size(), 1, made.data, cols,
-                    threads);
+    multiply_groups(sorted.data, depth, groups.data(), (int64_t)groups.size(), 1, outputs.data,
+                    cols, threads);
     each_row(rows * top_k, cols, threads, [&](int64_t s) {
-        std::memcpy(out + s * cols, made.data + slots.place[s] * cols, cols * sizeof(T));
+        std::memcpy(out + s * cols, outputs.data + slots.place[s] * cols, cols * sizeof(T));
     });
 }
 

@@ -19,6 +19,7 @@ struct Router {
     int32_t chosen_score;    // over the logits of the chosen experts; AS_IS: take their `score`
     int32_t normalized;      // the weights of a row are divided by their sum
     int32_t rounded;         // the weights are rounded to the activations' type
+    int32_t rounded_scores;  // the scores are, too, before the correction is added
     int32_t groups, top_groups;  // groups of experts, and how many a row may use; 0 groups: no limit
     int32_t best_two;            // a group's score is the sum of its two best scores instead of its best
     int32_t top_k;

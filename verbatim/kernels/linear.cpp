@@ -40,7 +40,8 @@ constexpr int64_t PANEL_ROWS = 1;
 constexpr int64_t BLOCK_ROWS = 264, LEAST_COLS = 32, GROUP_COLS = 64, WIDEST = 128;
 constexpr int64_t STRIP_BYTES = 512 << 10, SEGMENT_BYTES = 8192, PART_BYTES = 4096;
 constexpr int64_t WIDEST_IN_STREAMS = 256, CHUNK_ROWS = 2 * BLOCK_ROWS;
-// Tall tiles read their rows often: those of deep matrices in parts that fit the L1 cache, for narrower strips.
+// With 7 or 8 rows of a deep matrix, the rows don't fit the L1 cache. Then K is split into parts whose rows
+// do, and strips are narrower.
 constexpr int64_t TALL = 7, ROWS_BYTES = 16 << 10, DEEP_BYTES = 24 << 10, DEEP_STRIP_BYTES = 256 << 10;
 
 static bool is_packed(const Matrix &m) {
@@ -177,7 +178,7 @@ static void parts(const Work<T> &work, const Strip &strip, bool cold, const char
     const int64_t stride = strip.matrix->stride, depth = p.depth, size = sizeof(T);
     const int64_t part = even<T>(depth, ROWS_BYTES / (work.rows * size));
     of_height(work.rows, [&](auto r, auto cols) {
-        constexpr int R = std::max<int>(r.value, TALL), C = cols.value;  // lower tiles are not needed
+        constexpr int R = std::max<int>(r.value, TALL), C = cols.value;  // there are 7 or 8 rows
         const Scratch<Lanes> kept((strip.width + C - 1) / C * R * places(C));
         for (int64_t begin = 0, end = -1; begin < depth; begin = end) {
             end = std::min(begin + part, depth);
@@ -186,8 +187,10 @@ static void parts(const Work<T> &work, const Strip &strip, bool cold, const char
             };
             // Each step fetches as much as it reads, in order of memory.
             const int64_t column = (end - begin) * size, done = begin * size * (strip.width - C);
-            if (cold) go(FromMemory{AHEAD_BYTES});
-            else if (after) go(Later<C>{after + done, C * 64, column});
+            const Later<C> next{after + done, C * 64, column};
+            if (cold && after) go(Both<C>{FromMemory{AHEAD_BYTES}, next});
+            else if (cold) go(FromMemory{AHEAD_BYTES});
+            else if (after) go(next);
             else go(FromL2{NEAR_BYTES});
         }
     });

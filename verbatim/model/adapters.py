@@ -269,6 +269,7 @@ def _xlstm_model(module: Any, input_ids: Tensor, **_: Any) -> Any:
 
 
 def _jetmoe_choice(router: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights and the experts of each row, `[T, k]`."""
     form = RouterForm(router.top_k, AS_IS, SOFTMAX, rounded=True)
     return choose(router.layer(rows).float(), form, None, forced_experts(), rows.dtype)
 

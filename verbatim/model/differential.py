@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+
+
+def all_bit_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Return whether two sequences have the same length and `bit_equal` tensors."""
+    return len(ours) == len(theirs) and all(map(bit_equal, ours, theirs))
 
 
 def bit_equal(a: Tensor, b: Tensor) -> bool:

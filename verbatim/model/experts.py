@@ -73,6 +73,12 @@ class Stack(NamedTuple):
     transposed: bool
     packing: WeightPacking | None
 
+    @property
+    def count(self) -> int:
+        """Number of experts."""
+        numbers = self.cols * self.depth if self.packing is None else self.packing.single.nbytes
+        return self.weight.tensor.numel() // max(1, numbers)
+
     def project(self, expert: int, rows: Tensor) -> Tensor:
         """Multiply `rows` `[n, depth]` by the matrix of one expert: `[n, cols]`."""
         biases, tensor = self.bias.tensor, self.weight.tensor
@@ -201,7 +207,7 @@ class ExpertsParts:
             struct.inputs[i] = stack.struct(dtype)
         struct.down = self.down.struct(dtype)
         struct.norm = norm_of(self.norm, dtype, self.hidden, None)
-        struct.count = self.down.weight.tensor.nbytes // max(1, struct.down.data_step)
+        struct.count = self.down.count
         struct.hidden, struct.inner = self.hidden, self.down.depth
         struct.num_inputs, struct.glu = len(self.inputs), self.glu
         struct.activation = self.activation or 0
@@ -435,8 +441,7 @@ def project_chosen(stack: Stack, rows: Tensor, chosen: Tensor) -> Tensor:
         `[T, k, cols]`.
     """
     num_rows, top_k = chosen.shape
-    weight = stack.weight.tensor
-    count = weight.numel() // (stack.cols * stack.depth)
+    count = stack.count
     out = rows.new_empty(num_rows, top_k, stack.cols)
     if has_kernels(rows.device) and rows.dtype in SUFFIX:
         struct, rows = stack.struct(rows.dtype), rows.contiguous()

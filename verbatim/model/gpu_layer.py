@@ -19,7 +19,7 @@ from torch import Tensor
 from verbatim.kernels.options import AttentionOptions, NormKind
 from verbatim.model import elementwise
 from verbatim.model.context import active_context
-from verbatim.model.differential import bit_equal
+from verbatim.model.differential import all_bit_equal, bit_equal
 from verbatim.model.fingerprint import Fingerprint, has_hooks, numbers_of
 from verbatim.model.layer_parts import LayerParts, Residual
 from verbatim.model.layer_trial import Build, LayerTrial
@@ -147,7 +147,7 @@ def fuse_on_gpu(trial: LayerTrial) -> Build:
                 why = "its fused forward differs from its own for large inputs"
                 continue
         ours = trial.run(fused_forward(body, options, rotates))
-        if all(map(bit_equal, ours, trial.expected)):
+        if all_bit_equal(ours, trial.expected):
             trial.parts = body
             return partial(fused_forward, options=options, rotates=rotates)
         why = "its fused forward is not bit-identical to its own"

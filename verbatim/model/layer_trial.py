@@ -21,7 +21,7 @@ from verbatim.kernels.options import AnyOptions, AttentionOptions
 from verbatim.kv.states import StateShape, Update
 from verbatim.kv.store import LayerShape
 from verbatim.model.context import activate, active_context
-from verbatim.model.differential import bit_equal, noise
+from verbatim.model.differential import all_bit_equal, bit_equal, noise
 from verbatim.model.flat import FlatContext, contents_of, noise_store
 from verbatim.model.layer import FusedLayer, Returns, argument_names, as_returned
 from verbatim.model.layer_parts import (
@@ -383,7 +383,7 @@ def fuse(trial: LayerTrial) -> Build:
                 continue
             *same_stores, same_output = map(bit_equal, trial.run(ours), expected[0])
             same = same_output and all(same_stores)
-            if same and all(map(bit_equal, trial.run(ours, large=True), expected[1])):
+            if same and all_bit_equal(trial.run(ours, large=True), expected[1]):
                 trial.parts = parts
                 return build
             if original.mixer is not None:

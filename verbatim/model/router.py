@@ -30,7 +30,7 @@ from verbatim.model.fingerprint import Place
 # As `Score` of kernels/experts.h.
 AS_IS, SOFTMAX, SIGMOID = range(3)
 
-_ROWS = 64  # per trial
+_ROWS, _MANY_ROWS = 64, 4096  # per trial
 _GROUPS = ("num_group", "n_group")
 _SCALES = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
@@ -50,6 +50,7 @@ class RouterForm:
         softcap: cap of the logits; 0.0: none.
         wide: whether logits are computed in float32, for any dtype of the activations.
         rounded: whether weights are rounded to the dtype of the activations; else float32.
+        rounded_scores: whether scores are, too, before a correction is added.
     """
 
     top_k: int
@@ -63,6 +64,7 @@ class RouterForm:
     softcap: float = 0.0
     wide: bool = False
     rounded: bool = False
+    rounded_scores: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,8 @@ class RouterParts:
 _ROUTER = """
     Matrix weight
     P correction
-    I correction_f32 wide score chosen_score normalized rounded groups top_groups best_two top_k
+    I correction_f32 wide score chosen_score normalized rounded rounded_scores
+    I groups top_groups best_two top_k
     F scale softcap
 """
 
@@ -142,6 +145,7 @@ def choose(
     if form.softcap:
         logits = torch.tanh(logits / form.softcap) * form.softcap
     scores = _scores(logits, form.score)
+    scores = scores.to(dtype).float() if form.rounded_scores else scores
     choice = scores if correction is None else scores + correction.float()
     if form.groups > 1:
         grouped = choice.unflatten(1, (form.groups, -1))
@@ -362,7 +366,7 @@ def _agree(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bo
 def _with_roundings(
     module: nn.Module, x: Tensor, form: RouterForm, extra: Tensor | None
 ) -> RouterForm:
-    """Return the form with `wide` and `rounded` set, by a forward with bfloat16 activations."""
+    """Return the form with its roundings set, by forwards with bfloat16 activations."""
     try:
         outputs, tensors = _run_twin(module, None, x.bfloat16(), extra)
     except RuntimeError:  # float32 weights and activations
@@ -370,11 +374,26 @@ def _with_roundings(
     form = replace(form, rounded=outputs["weights"].dtype is torch.bfloat16)
     if "logits" in outputs:
         logits = outputs["logits"]
-        return replace(form, wide=not torch.equal(logits.float(), logits.bfloat16().float()))
+        form = replace(form, wide=not torch.equal(logits.float(), logits.bfloat16().float()))
+        return replace(form, rounded_scores=_rounds_scores(module, x, form, extra))
     logits = x.bfloat16().float() @ tensors["weight"].float().t()
     correction = tensors.get("correction", extra)
     actual = choose(logits, form, correction, None, torch.bfloat16)
     return replace(form, wide=_agree(actual, (outputs["weights"], outputs["experts"])))
+
+
+def _rounds_scores(module: nn.Module, x: Tensor, form: RouterForm, extra: Tensor | None) -> bool:
+    """Return whether more rows choose the module's experts if scores are rounded to bfloat16."""
+    x = noise((_MANY_ROWS, x.shape[1]), torch.bfloat16, 3)
+    outputs, tensors = _run_twin(module, None, x, extra)
+    expected, correction = outputs["experts"].sort(-1)[0], tensors.get("correction", extra)
+    differences = []
+    for rounded in (False, True):
+        variant = replace(form, rounded_scores=rounded)
+        logits = outputs["logits"].float()
+        chosen = choose(logits, variant, correction, None, torch.bfloat16)[1].sort(-1)[0]
+        differences.append(int((chosen != expected).any(-1).sum()))
+    return differences[1] < differences[0]
 
 
 def _run_twin(

@@ -327,7 +327,7 @@ def outline(module: nn.Module) -> InspectionContext:
         for layer in module.modules():
             fields = layer.__dict__
             width = next((fields[name] for name in _WIDTHS if name in fields), None)
-            is_linear = width is not None and "top_k" not in fields  # a router returns more
+            is_linear = width is not None and "top_k" not in fields  # routers also return indices
             if (is_linear or runs_flat(layer)) and "forward" not in fields:
                 forwards.append((fields, partial(_zeros, width)))
         inspect_forward(module, inner, context, positions=positions, forwards=forwards)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from verbatim.errors import NotSupported
 from verbatim.kernels import functions
-from verbatim.model.differential import bit_equal
+from verbatim.model.differential import all_bit_equal
 from verbatim.model.patching import without_torch_modes
 from verbatim.placement.recorded import Recording, Step
 from verbatim.protocols import Forward
@@ -59,7 +59,7 @@ def record_on_cpu(step: Step) -> Recording:
         if unchecked:  # after the repeated calls, so that they can't read K and V written by `step`
             repeated = [x.clone() for x in _step_tensors(out)]
             expected = _step_tensors(unchecked[0]())
-            if not all(map(bit_equal, repeated, expected)):
+            if not all_bit_equal(repeated, expected):
                 raise NotSupported("the replay of a recorded step is not bit-identical")
             unchecked.clear()
         return out

@@ -278,8 +278,10 @@ class _Call:
                 batch=(self._columns.ids, self._columns.mask.long()),
                 pad_token_id=pad,
             )
-        except UnsupportedModel as error:
-            raise unsupported or error from None
+        except UnsupportedModel:
+            if unsupported is None:
+                raise
+            raise unsupported from None
         return opened.enter_context(llm)
 
     def progress(self) -> tuple[list[list[int]], int]:

@@ -100,17 +100,18 @@ class RemoteGenerationMixin:
         }
         if synced_gpus:
             raise NotSupported("synced_gpus=True: not supported; call LLM.generate on each rank")
-        with on_cpu():
-            try:
+        try:
+            with on_cpu():
                 run = self._engine_call(inputs, session, seed, **arguments)
-            except NotSupported as why:
-                module = self._whole_module()
-                if module is None or session is not None or _is_unsupported(arguments):
-                    raise
-                _log.info("generate runs in the model's own loop: %s", why)
-                rows = None if inputs is None else inputs.to(module.device)
-                output = self.llm.engine.call_module("generate", rows, seed=seed, **arguments)
-            else:
+        except NotSupported as why:
+            module = self._whole_module()
+            if module is None or session is not None or _is_unsupported(arguments):
+                raise
+            _log.info("generate runs in the model's own loop: %s", why)
+            rows = None if inputs is None else inputs.to(module.device)
+            output = self.llm.engine.call_module("generate", rows, seed=seed, **arguments)
+        else:
+            with on_cpu():
                 output = run()
         return output if inputs is None else _on_device(output, inputs.device)
 
