@@ -40,9 +40,6 @@ constexpr int64_t PANEL_ROWS = 1;
 constexpr int64_t BLOCK_ROWS = 264, LEAST_COLS = 32, GROUP_COLS = 64, WIDEST = 128;
 constexpr int64_t STRIP_BYTES = 512 << 10, SEGMENT_BYTES = 8192, PART_BYTES = 4096;
 constexpr int64_t WIDEST_IN_STREAMS = 256, CHUNK_ROWS = 2 * BLOCK_ROWS;
-// With 7 or 8 rows of a deep matrix, the rows don't fit the L1 cache. Then K is split into parts whose rows
-// do, and strips are narrower.
-constexpr int64_t TALL = 7, ROWS_BYTES = 16 << 10, DEEP_BYTES = 24 << 10, DEEP_STRIP_BYTES = 256 << 10;
 
 static bool is_packed(const Matrix &m) {
     return (m.format & 255) == INT8 || (m.format & 255) == INT4;
@@ -63,12 +60,6 @@ constexpr int64_t FEW_OF_COLUMNS = PANEL_ROWS == 6 ? 8 : PANEL_ROWS;  // few row
 template <typename T> static bool in_streams(const Matrix &m, int64_t rows, bool interleaved) {
     if (m.transposed) return rows <= (interleaved ? FEW_ROWS<T> : FEW_OF_COLUMNS);
     return rows <= FEW_ROWS<T> && (IN_REGISTERS<T> || !is_packed(m));
-}
-
-// Whether few rows are multiplied in parts of K.
-template <typename T> static bool in_parts(const Matrix &m, int64_t rows) {
-    return rows >= TALL && rows <= FEW_ROWS<T> && !m.transposed && !is_packed(m) &&
-           rows * m.depth * (int64_t)sizeof(T) > DEEP_BYTES;
 }
 
 // Division of rows `begin` to `end` into panels: their number, and the first row of each.
@@ -93,10 +84,8 @@ template <typename T> struct Work {
 
     int64_t width(const Matrix &m) const {
         const bool streams = in_streams<T>(m, rows, interleaved);
-        const int64_t depth = std::max<int64_t>(m.depth * sizeof(T), 1);
-        const int64_t most = in_parts<T>(m, rows) ? DEEP_STRIP_BYTES / depth
-                             : streams ? WIDEST_IN_STREAMS
-                                       : std::min(WIDEST, STRIP_BYTES / std::min(depth, SEGMENT_BYTES));
+        const int64_t bytes = std::clamp<int64_t>(m.depth * sizeof(T), 1, SEGMENT_BYTES);
+        const int64_t most = streams ? WIDEST_IN_STREAMS : std::min(WIDEST, STRIP_BYTES / bytes);
         const int64_t least = m.transposed ? GROUP_COLS : LEAST_COLS;  // whole tiles of columns.h
         return std::max(least, std::min(share, most) / least * least);
     }
@@ -163,39 +152,6 @@ static Place<T> place(const Work<T> &work, const Strip &strip, int64_t row, int6
             work.out + row * work.out_stride + strip.out, work.out_stride};
 }
 
-// Returns the length of pieces that cut `whole` elements of K evenly, in whole steps, at most `most` each.
-template <typename T> static int64_t even(int64_t whole, int64_t most) {
-    const int64_t pieces = std::max<int64_t>(1, (whole + most - 1) / most);
-    return ((whole + pieces - 1) / pieces + STEP<T> - 1) / STEP<T> * STEP<T>;
-}
-
-// Multiplies a strip that stays in the L2 cache, part by part of K, and prefetches the strip `after`. `cold`:
-// this strip has not been prefetched. Accumulators are kept between parts, so the sums are the same.
-template <typename T>
-static void parts(const Work<T> &work, const Strip &strip, bool cold, const char *after) {
-    const Place<T> p = place(work, strip, 0, work.rows);
-    const T *weights = (const T *)strip.begin<T>();
-    const int64_t stride = strip.matrix->stride, depth = p.depth, size = sizeof(T);
-    const int64_t part = even<T>(depth, ROWS_BYTES / (work.rows * size));
-    of_height(work.rows, [&](auto r, auto cols) {
-        constexpr int R = std::max<int>(r.value, TALL), C = cols.value;  // there are 7 or 8 rows
-        const Scratch<Lanes> kept((strip.width + C - 1) / C * R * places(C));
-        for (int64_t begin = 0, end = -1; begin < depth; begin = end) {
-            end = std::min(begin + part, depth);
-            const auto go = [&](auto fetch) {
-                tiles<R, C>(p, weights, stride, 0, strip.width, begin, end, kept.data, fetch);
-            };
-            // Each step fetches as much as it reads, in order of memory.
-            const int64_t column = (end - begin) * size, done = begin * size * (strip.width - C);
-            const Later<C> next{after + done, C * 64, column};
-            if (cold && after) go(Both<C>{FromMemory{AHEAD_BYTES}, next});
-            else if (cold) go(FromMemory{AHEAD_BYTES});
-            else if (after) go(next);
-            else go(FromL2{NEAR_BYTES});
-        }
-    });
-}
-
 template <typename T>
 static void few_rows(const Work<T> &work, const Strip &strip, const char *after) {
     const Place<T> p = place(work, strip, 0, work.rows);
@@ -208,6 +164,12 @@ static void few_rows(const Work<T> &work, const Strip &strip, const char *after)
 }
 
 // ---- more rows: panels times a strip that stays in the L2 cache ----
+
+// Returns the length of pieces that cut `whole` elements of K evenly, in whole steps, at most `most` each.
+template <typename T> static int64_t even(int64_t whole, int64_t most) {
+    const int64_t pieces = std::max<int64_t>(1, (whole + most - 1) / most);
+    return ((whole + pieces - 1) / pieces + STEP<T> - 1) / STEP<T> * STEP<T>;
+}
 
 // The panels share the prefetching of the strip `after`, evenly if it takes all of them, so that memory is
 // never idle. Its columns are `after_stride` bytes apart.
@@ -329,10 +291,10 @@ template <typename T>
 static void run(const Work<T> &work, const Strip &strip, const Strip *after, int64_t row,
                 int64_t row_end, bool cold) {
     const char *ahead = after ? after->begin<T>() : nullptr;
+    if (in_streams<T>(*strip.matrix, work.rows, work.interleaved))
+        return is_packed(*strip.matrix) ? few_rows_packed(work, strip, ahead)
+                                        : few_rows(work, strip, ahead);
     const Matrix &m = *strip.matrix;
-    if (in_parts<T>(m, work.rows)) return parts(work, strip, cold, ahead);
-    if (in_streams<T>(m, work.rows, work.interleaved))
-        return is_packed(m) ? few_rows_packed(work, strip, ahead) : few_rows(work, strip, ahead);
     const int64_t stride = strip.stride_bytes<T>();
     if (m.transposed || is_packed(m))
         return panels(work, strip, row, row_end, Copied<T>(strip, ahead).data, spaced<T>(m.depth), false,

@@ -164,19 +164,6 @@ template <bool L2> struct Ahead {
 using FromMemory = Ahead<TO_L2>;
 using FromL2 = Ahead<false>;
 
-// Fetches a strip's own weights and the next strip.
-template <int LINES> struct Both {
-    FromMemory own;
-    Later<LINES> next;
-    int64_t bytes = own.bytes;
-    INLINE inline Both of(int64_t col) const { return {own, next.of(col)}; }
-    INLINE inline Both beyond(int64_t more) const { return {own.beyond(more), next}; }
-    template <typename T, int C>
-    INLINE inline void operator()(const T *const (&w)[C], int64_t k) const {
-        own(w, k), next(w, k);
-    }
-};
-
 // ---- tiles ----
 
 // Runs the steps from k to `end`, which is K, or a whole number of steps after k.

@@ -443,8 +443,12 @@ def project_chosen(stack: Stack, rows: Tensor, chosen: Tensor) -> Tensor:
     num_rows, top_k = chosen.shape
     count = stack.count
     out = rows.new_empty(num_rows, top_k, stack.cols)
+    struct = None
     if has_kernels(rows.device) and rows.dtype in SUFFIX:
-        struct, rows = stack.struct(rows.dtype), rows.contiguous()
+        with suppress(NotFusable):  # a placeholder without memory
+            struct = stack.struct(rows.dtype)
+    if struct is not None:
+        rows = rows.contiguous()
         at, index = ctypes.byref(struct), chosen.to(torch.int32).contiguous()
         inputs, (indices, outputs) = rows.data_ptr(), addresses(index, out)
         run("vb_multiply_chosen", rows.dtype, at, count, inputs, num_rows, indices, top_k, outputs)
