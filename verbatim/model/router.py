@@ -276,9 +276,9 @@ def router_parts(module: nn.Module) -> RouterParts | None:
     num_required = sum(p.default is p.empty for p in arguments)
     if len(corrections) > 1 or num_required > 1:
         return None
-    takes_corrections = [True] if num_required else [False]
+    variants = [True] if num_required else [False]
     if not num_required and arguments and arguments[0].name in CORRECTIONS:
-        takes_corrections = [True, False]
+        variants = [True, False]
     numbers = {
         name: value
         for name, value in sorted(fields.items())
@@ -290,7 +290,7 @@ def router_parts(module: nn.Module) -> RouterParts | None:
     if case not in _forms:
         with trial(), kernels.using("none"):  # in torch's own arithmetic
             try:
-                matches = (_find_form(module, numbers, weight.shape, t) for t in takes_corrections)
+                matches = (_find_form(module, numbers, weight.shape, t) for t in variants)
                 _forms[case] = next(filter(None, matches), None)
             except Exception:  # an unrelated module with such names
                 _forms[case] = None

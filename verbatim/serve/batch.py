@@ -224,7 +224,7 @@ class BatchRun:
         return refusal.status_code, refusal.body()
 
     async def _wait_and_answer(self, request: Any) -> dict[str, Any]:
-        """Return the answer to an `ApiRequest`, once it is not refused for others' sake."""
+        """Return the answer to an `ApiRequest`; retry while other requests use up the limits."""
         while True:
             try:
                 answer: dict[str, Any] = await request.answer(Client())

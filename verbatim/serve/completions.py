@@ -267,7 +267,7 @@ def ids_of(piece: Completion | Delta, body: ForTrainers) -> dict[str, Any]:
 
 
 def cut_of(piece: Completion | Delta, limit: str) -> str | None:
-    """Return why a completion ended without a stop: `limit`, also for a timeout, or "abort", vLLM's word."""
+    """Return `limit` (also for a timeout) or "abort" (as vLLM does); None for a normal stop."""
     if piece.finish_reason is FinishReason.STOP:
         return None
     return "abort" if piece.finish_reason is FinishReason.ABORT else limit

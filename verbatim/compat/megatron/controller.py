@@ -18,7 +18,7 @@ from verbatim.batch import SamplePlan, SampleRow
 from verbatim.common.checks import optional_integer
 from verbatim.compat.megatron.context import DynamicInferenceContext, StopCallback
 from verbatim.compat.megatron.request import InferenceRequest, SamplingParams
-from verbatim.compat.megatron.static import AsyncStream, filled, run_static_batch
+from verbatim.compat.megatron.static import AsyncStream, fill_partial, run_static_batch
 from verbatim.compat.megatron.translation import Translation, detokenize, eod_of, tokenize_prompt
 from verbatim.compat.shared import by_name
 from verbatim.core import TopLogprobs
@@ -336,7 +336,7 @@ class TextGenerationController:
             logprobs = None if row_logprobs is None else row_logprobs[start - 1 :][:length].tolist()
             result = copy.copy(request)
             result.request_id = number
-            stream.put(filled(result, sampling_params, ids, logprobs, text, segments))
+            stream.put(fill_partial(result, sampling_params, ids, logprobs, text, segments))
             if is_generation_done[row] or length == sampling_params.num_tokens_to_generate:
                 stream.finish()
 

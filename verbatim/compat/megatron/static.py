@@ -233,7 +233,7 @@ def _feed(
         shown_logprobs = logprobs[:num_ids] if params.return_log_probs else None
         shown_segments = None if segmenter is None else segments[:num_ids]
         shown = ids[:num_ids], shown_logprobs, text[:num_chars], shown_segments
-        return filled(result, params, *shown)
+        return fill_partial(result, params, *shown)
 
     def end() -> None:  # an aborted request's stream is ended by the batch, with the reason
         result = admitted.result
@@ -243,7 +243,7 @@ def _feed(
     admitted.deliver, admitted.on_end = deliver, end
 
 
-def filled(
+def fill_partial(
     result: InferenceRequest,
     params: SamplingParams,
     ids: list[int],
@@ -251,7 +251,7 @@ def filled(
     text: str,
     segments: list[str] | None,
 ) -> InferenceRequest:
-    """Fill in the output so far of a partial result, a copy of its request, and return it."""
+    """Set the output so far on `result`, a copy of its request, and return it."""
     shows_text = params.detokenize_generations and not params.no_detokenize_streaming_text
     result.generated_text = text if shows_text else ""
     result.generated_segments = segments if shows_text else None

@@ -285,7 +285,7 @@ class Planner:
     ) -> tuple[Plan, Mapping[str, int]] | None:
         """Return the plan with as much of each stage in memory as fits, in order, and its free bytes.
 
-        Returns None if memory is too small for nothing at all. A GPU's memory is filled before RAM.
+        Returns None if memory is too small even with nothing in it. A GPU's memory is filled before RAM.
         """
 
         def fits(held: Held) -> bool:
@@ -551,7 +551,7 @@ def _prefixes(order: list[tuple[str, int]]) -> list[Held]:
 
 
 def _most(order: list[tuple[str, int]], fits: Callable[[Held], bool]) -> Held | None:
-    """Return as much of each stage as fits, in order; None if not even nothing fits.
+    """Return as much of each stage as fits, in order; None if memory is too small even with nothing in it.
 
     The last item of a stage may free a buffer, so whole stages are tried first.
     """
