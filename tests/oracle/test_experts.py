@@ -324,7 +324,7 @@ def test_supported_moe_models_need_no_function_override(case: str) -> None:
 def test_rows_times_chosen_quantized_matrices_are_as_one_by_one(kind: Quantization) -> None:
     stack = stack_of(quantized(Experts(False, False, False, torch.bfloat16), kind), "up_proj")
     rows, chosen = torch.randn(9, HIDDEN).bfloat16(), torch.arange(18).view(9, 2) % NUM_EXPERTS
-    assert stack.count == NUM_EXPERTS
+    assert stack.num_matrices == NUM_EXPERTS
     out = project_chosen(stack, rows, chosen)
     for row, experts, products in zip(rows, chosen.tolist(), out, strict=True):
         expected = [stack.project(expert, row[None])[0] for expert in experts]

@@ -74,10 +74,11 @@ class Stack(NamedTuple):
     packing: WeightPacking | None
 
     @property
-    def count(self) -> int:
-        """Number of experts."""
+    def num_matrices(self) -> int:
+        """Number of matrices in the stack."""
         numbers = self.cols * self.depth if self.packing is None else self.packing.single.nbytes
-        return self.weight.tensor.numel() // max(1, numbers)
+        size: int = self.weight.tensor.numel()
+        return size // max(1, numbers)
 
     def project(self, expert: int, rows: Tensor) -> Tensor:
         """Multiply `rows` `[n, depth]` by the matrix of one expert: `[n, cols]`."""
@@ -207,7 +208,7 @@ class ExpertsParts:
             struct.inputs[i] = stack.struct(dtype)
         struct.down = self.down.struct(dtype)
         struct.norm = norm_of(self.norm, dtype, self.hidden, None)
-        struct.count = self.down.count
+        struct.count = self.down.num_matrices
         struct.hidden, struct.inner = self.hidden, self.down.depth
         struct.num_inputs, struct.glu = len(self.inputs), self.glu
         struct.activation = self.activation or 0
@@ -441,7 +442,7 @@ def project_chosen(stack: Stack, rows: Tensor, chosen: Tensor) -> Tensor:
         `[T, k, cols]`.
     """
     num_rows, top_k = chosen.shape
-    count = stack.count
+    count = stack.num_matrices
     out = rows.new_empty(num_rows, top_k, stack.cols)
     struct = None
     if has_kernels(rows.device) and rows.dtype in SUFFIX:
