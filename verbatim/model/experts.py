@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ from verbatim.model.norms import Norm, find_norm
 from verbatim.model.products import linear
 from verbatim.model.structs import NotFusable, matrix_at, norm_of
 from verbatim.quantization.matrix import QuantizedMatrix
+
+_T = TypeVar("_T")
 
 # As `Glu` of kernels/experts.h.
 UNGATED, SPLIT, SPLIT_WIDE, CLAMPED_PAIRS, CLAMPED_HALVES, CLAMPED_SPLIT = range(6)
@@ -132,6 +134,16 @@ def stack_of(layer: nn.Module, name: str, transposed: bool = False) -> Stack:
     return Stack(weight, bias, cols, depth, transposed, packing)
 
 
+def _struct_for(rows: Tensor, struct: Callable[[torch.dtype], _T]) -> _T | None:
+    """Return the struct of experts or of a stack if the kernels can run `rows`, else None."""
+    if rows.dtype not in SUFFIX or not has_kernels(rows.device):
+        return None
+    try:
+        return struct(rows.dtype)
+    except NotFusable:  # also placeholders without memory
+        return None
+
+
 def _triton_runs(places: Sequence[Place], dtype: torch.dtype | None) -> bool:
     """Return whether Triton multiplies rows of `dtype` by these tensors; None: the dtype of the first."""
     tensors = [tensor for place in places if (tensor := place.tensor) is not None]
@@ -223,12 +235,7 @@ class ExpertsParts:
 
     def struct_for(self, rows: Tensor) -> ExpertsStruct | None:
         """Return the struct if the kernels can run `rows`, else None."""
-        if rows.dtype not in SUFFIX or not rows.is_cpu or kernels.library() is None:
-            return None
-        try:
-            return self.struct(rows.dtype)
-        except NotFusable:
-            return None
+        return _struct_for(rows, self.struct)
 
     def sorts_on_gpu(self, dtype: torch.dtype | None = None) -> bool:
         """Return whether `run_sorted` can run rows of `dtype`; None: the dtype of the weights."""
@@ -444,10 +451,7 @@ def project_chosen(stack: Stack, rows: Tensor, chosen: Tensor) -> Tensor:
     num_rows, top_k = chosen.shape
     count = stack.num_matrices
     out = rows.new_empty(num_rows, top_k, stack.cols)
-    struct = None
-    if has_kernels(rows.device) and rows.dtype in SUFFIX:
-        with suppress(NotFusable):  # a placeholder without memory
-            struct = stack.struct(rows.dtype)
+    struct = _struct_for(rows, stack.struct)
     if struct is not None:
         rows = rows.contiguous()
         at, index = ctypes.byref(struct), chosen.to(torch.int32).contiguous()

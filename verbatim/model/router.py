@@ -303,9 +303,8 @@ def router_parts(module: nn.Module) -> RouterParts | None:
     return RouterParts(module, form, weights, bias, correction, takes_correction, returns)
 
 
-_Match = tuple[
-    RouterForm, bool, tuple[str, ...]
-]  # `form`, `takes_correction`, `returns` of the parts
+# `form`, `takes_correction` and `returns` of the parts.
+_Match = tuple[RouterForm, bool, tuple[str, ...]]
 # Keys: everything that determines the form (class, forward, numbers, layout of the tensors).
 _forms: dict[tuple[Any, ...], _Match | None] = {}
 
