@@ -112,7 +112,8 @@ def specs_of_chain(rows: list[SampleRow], vocab_size: int) -> ctypes.Array[_Row]
 def support(logits: Tensor, params: SamplingParams) -> Support:
     """Return the support of float32 logits `[V]`, already divided by the temperature."""
     vocab_size = logits.shape[0]
-    spec = _Row(top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+    top_k = params.top_k if params.top_k < vocab_size else 0
+    spec = _Row(top_k=top_k, top_p=params.top_p, min_p=params.min_p)
     ids = torch.empty(vocab_size + 32, dtype=torch.int32)  # the kernel writes past the last id
     log_mass = ctypes.c_double()
     logits = logits.contiguous()

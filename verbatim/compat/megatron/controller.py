@@ -425,9 +425,10 @@ class TextGenerationController:
         if missing := [index for index in range(len(repeats)) if index not in members]:
             raise InvalidRequest(f"requests {missing} are in no bucket of _torch_sampling_buckets")
         ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        request_of_row = torch.arange(len(repeats)).repeat_interleave(repeats)
+        request_of_row = _request_of_row(repeats)
         for indices, temperature, top_k, top_p in buckets:
-            rows = torch.isin(request_of_row, torch.tensor([*indices], dtype=torch.int64))
+            members_of_bucket = torch.tensor([*indices], dtype=torch.int64, device=repeats.device)
+            rows = torch.isin(request_of_row, members_of_bucket).to(logits.device)
             params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
             ids[rows] = _draw(logits[rows], params)
         return ids
@@ -455,7 +456,7 @@ class TextGenerationController:
             )
         inputs = input_tokens_required.reshape(-1)
         starts = repeats.cumsum(0) - repeats
-        request_of_row = torch.repeat_interleave(torch.arange(len(repeats)), repeats)
+        request_of_row = _request_of_row(repeats)
         differs = torch.zeros_like(inputs, dtype=torch.bool)
         differs[1:] = inputs[1:] != output_tokens[:-1]
         misses = differs.cumsum(0)
@@ -541,6 +542,11 @@ def _top_of_rows(logits: Tensor, top_n: int) -> list[TopLogprobs]:
     """Return the `top_n` likeliest ids of each row of `[R, V]`, without drawing."""
     row = SampleRow(EngineParams(), 0, 0, 0, target=0, num_logprobs=top_n)
     return [draw.top for draw in sample_rows(logits, SamplePlan([row] * logits.shape[0]))]
+
+
+def _request_of_row(repeats: Tensor) -> Tensor:
+    """Return the request of each row, given each request's number of rows `[N]`."""
+    return torch.arange(len(repeats), device=repeats.device).repeat_interleave(repeats)
 
 
 def _check_order(in_prefill: Tensor, num_decode: int, num_prefill: int) -> None:
