@@ -1274,12 +1274,19 @@ def test_interrupted_static_batch_keeps_completed_requests(controller, llm, monk
 
 
 def test_closing_stream_reader_ends_its_request(controller, llm):
-    cancelled = []
+    cancelled, left = [], threading.Event()
+
+    class SlowStream(AsyncStream):
+        """Holds up the model until its reader has left, which might otherwise be too late."""
+
+        def put(self, item):
+            super().put(item)
+            left.wait(60)
 
     async def main():
         params = SamplingParams(num_tokens_to_generate=200, top_k=1, no_early_termination=True)
         requests = requests_of(params)
-        stream = AsyncStream(10, cancelled.append, asyncio.get_running_loop())
+        stream = SlowStream(10, cancelled.append, asyncio.get_running_loop())
         run = asyncio.to_thread(
             controller.generate_all_output_tokens_static_batch, requests, {10: stream}
         )
@@ -1287,6 +1294,7 @@ def test_closing_stream_reader_ends_its_request(controller, llm):
         items = stream.generator()
         await anext(items)
         await items.aclose()
+        left.set()
         await task
         return requests[10]
 
