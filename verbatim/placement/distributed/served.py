@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -284,7 +285,9 @@ class Served:
 
     def facts(self) -> Message:
         """Return the versions, the machine and the id of this process."""
-        return {**versions(), "machine": platform.node(), "pid": os.getpid()}
+        boot_id = Path("/proc/sys/kernel/random/boot_id")  # two machines may have one name
+        machine = platform.node() + (boot_id.read_text() if boot_id.exists() else "")
+        return {**versions(), "machine": machine, "pid": os.getpid()}
 
     def use(self, device: Device, number: int) -> Message:
         """Choose the device with `Device.nth`, and return the result of `memory`."""
