@@ -27,6 +27,7 @@ class Shape:
     block_size: int
 
 
+_LONGEST = 2200  # positions of a story
 SHAPES = [
     Shape(4, 2, 64, 64, 16),
     Shape(16, 8, 128, 128, 16),
@@ -42,19 +43,28 @@ SHAPES = [
     Shape(2, 1, 72, 64, 1),
 ]
 INVARIANT_SHAPES = [SHAPES[0], SHAPES[3], SHAPES[5], SHAPES[8]]
-OPTIONS = ["plain", "window", "chunk", "softcap", "sinks", "alibi", "all"]
+OPTIONS = ["plain", "window", "chunk", "softcap", "sinks", "row sinks", "alibi", "bias", "all"]
 
 
 def options(kind: str, shape: Shape, window: int = 70) -> AttentionOptions:
+    """Return options; those that differ by row are for the positions of a story."""
     every = kind == "all"
+    by_row, bias_size = (_LONGEST, shape.heads), 1 + window // 2
     generator = torch.Generator().manual_seed(3)
     return AttentionOptions(
         scale=shape.key_size**-0.5,
         window=window if every or kind == "window" else 0,
         chunk=window if kind == "chunk" else 0,
         softcap=3.0 if every or kind == "softcap" else 0.0,
-        sinks=torch.randn(shape.heads, generator=generator) if every or kind == "sinks" else None,
+        sinks=torch.randn(shape.heads, generator=generator)
+        if kind == "sinks"
+        else torch.randn(by_row, generator=generator)
+        if every or kind == "row sinks"
+        else None,
         alibi=torch.rand(shape.heads, generator=generator) if every or kind == "alibi" else None,
+        bias=torch.randn(*by_row, bias_size, generator=generator)
+        if every or kind == "bias"
+        else None,
     )
 
 
@@ -134,11 +144,16 @@ def attend(
     lens = [stop - start for _, start, stop in pieces]
     ends = torch.tensor([stop for _, _, stop in pieces], dtype=torch.int32)
     q = torch.cat([what.q[start:stop] for what, start, stop in pieces])
-    per_head = {
-        name: x.to(device) for name in ("sinks", "alibi") if (x := getattr(opts, name)) is not None
+    tensors = {
+        name: x for name in ("sinks", "alibi", "bias") if (x := getattr(opts, name)) is not None
     }
+    for name in ("sinks", "bias") if opts.differs_by_row else ():
+        if name in tensors and len(tensors[name]) == _LONGEST:
+            rows = [tensors[name][start:stop] for _, start, stop in pieces]
+            tensors[name] = torch.cat(rows).to(q.dtype if name == "bias" else F32)
+    tensors = {name: x.to(device) for name, x in tensors.items()}
     batch = (x.to(device) for x in (torch.tensor([0, *lens]).cumsum(0).int(), ends, tables))
-    out = compute(q.to(device), *stores, AttentionBatch(*batch), replace(opts, **per_head))
+    out = compute(q.to(device), *stores, AttentionBatch(*batch), replace(opts, **tensors))
     return list(out.cpu().split(lens))
 
 
@@ -159,6 +174,11 @@ def dense(what: Story, opts: AttentionOptions) -> Tensor:
     behind = position[:, None] - position
     if opts.alibi is not None:
         scores = scores - opts.alibi.double()[:, None, None] * behind
+    if opts.bias is not None:
+        rows = opts.bias[: len(position)].to(what.q.dtype).double().transpose(0, 1)
+        size = rows.shape[2]
+        biases = rows.gather(2, behind.clamp(0, size - 1).expand(len(rows), -1, -1))
+        scores = scores + biases.masked_fill((behind < 0) | (behind >= size), 0)
     hidden = behind < 0
     if opts.window:
         hidden |= behind >= opts.window
@@ -166,7 +186,7 @@ def dense(what: Story, opts: AttentionOptions) -> Tensor:
         hidden |= position < (position // opts.chunk * opts.chunk)[:, None]
     scores = scores.masked_fill(hidden, -math.inf)
     if opts.sinks is not None:
-        sinks = opts.sinks.double()[:, None, None].expand(-1, len(position), 1)
+        sinks = opts.sinks.double().expand(_LONGEST, -1)[: len(position)].mT[..., None]
         scores = torch.cat([scores, sinks], -1)
     return (scores.softmax(-1)[..., : len(position)] @ v).transpose(0, 1)
 

@@ -154,7 +154,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sarvam_mla": _LATENT,
     "inkling_text": dict(
         swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, d_rel=8,
-        sliding_window_size=7, rel_extent=16, vocab_size=VOCAB,
+        sliding_window_size=7, rel_extent=16, vocab_size=VOCAB, local_layer_ids=[0, 2],
+        mlp_layer_types=["dense", "sparse", "sparse", "dense"],
     ),
     "inkling2_text": dict(
         swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, d_rel=8,
@@ -253,6 +254,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt_bigcode:heads": dict(multi_query=False),
     "gpt_neox:serial": dict(use_parallel_residual=False, attention_bias=False),
     "granitemoehybrid:mamba": dict(layer_types=["mamba", "attention"] * 2),
+    "inkling_text:scaled": dict(log_scaling_n_floor=4, log_scaling_alpha=0.7),
     "lfm2:full": dict(layer_types=["full_attention"] * 4),
     "lfm2_moe:plain": dict(use_expert_bias=False),
     "llama4_text:full": dict(layer_types=["full_attention"] * 4, no_rope_layers=[0, 1, 0, 1]),

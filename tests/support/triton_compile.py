@@ -83,7 +83,8 @@ def attend(
     q, store = torch.empty(tokens, 16, head, dtype=dtype), stored(10, head, dtype, packing)
     tables = torch.zeros(sequences, 64, dtype=torch.int32)
     numbers = torch.zeros(sequences + 1, dtype=torch.int32)
-    options = AttentionOptions(0.1, sinks=torch.zeros(16), alibi=torch.zeros(16), softcap=2.0)
+    heads, bias = torch.zeros(16), torch.zeros(tokens, 16, 30, dtype=dtype)
+    options = AttentionOptions(0.1, softcap=2.0, sinks=heads, alibi=heads, bias=bias)
     batch = AttentionBatch(numbers, numbers[1:], tables)
     attention.paged_attention(q, store, store, batch, options, packing=packing, value_size=head)
 

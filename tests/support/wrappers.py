@@ -28,6 +28,11 @@ _QWEN3 = dict(_QWEN, num_position_embeddings=16)
 _DEEP = dict(_QWEN3, deepstack_visual_indexes=[0])
 _CLIP = dict(VISION, model_type="clip_vision_model")
 _SIGLIP = dict(VISION, model_type="siglip_vision_model")
+_INKLING = dict(
+    TEXT, head_dim=16, num_hidden_layers=3, local_layer_ids=[0, 2], swa_num_attention_heads=4,
+    swa_num_key_value_heads=2, swa_head_dim=16, d_rel=8, sliding_window_size=7, rel_extent=16,
+    log_scaling_n_floor=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+)  # fmt: skip
 _LLAMA, _QWEN2, _COHERE2 = (dict(TEXT, model_type=x) for x in ("llama", "qwen2", "cohere2"))
 
 PLACEHOLDER = 7  # the id of an image, or of a piece of one
@@ -40,6 +45,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         depth=1, hidden_size=32, num_heads=2, image_size=32, patch_size=16, out_hidden_size=64,
         intermediate_size=48)),
     "idefics3": dict(text_config=dict(_LLAMA, pad_token_id=0), vision_config=VISION, scale_factor=1),
+    "inkling_mm_model": dict(
+        text_config=_INKLING, vision_config=dict(patch_size=4, num_hidden_layers=4),
+        audio_config=dict(n_mel_bins=4, mel_vocab_size=8)),
     "internvl": dict(text_config=_QWEN2,
                      vision_config=dict(VISION, image_size=[32, 32], patch_size=[16, 16])),
     "lfm2_vl": dict(

@@ -104,11 +104,12 @@ void vb_attention(const void *q, void *out, const void *k_store, const void *v_s
                   int64_t q_token_stride, int64_t q_head_stride, int64_t heads, int64_t kv_heads,
                   int64_t key_size, int64_t value_size, int64_t block_size, int64_t window,
                   int64_t chunk, int q_is_bf16, int kv_format, float scale, float cap,
-                  const float *sinks, const float *slopes, int threads) {
+                  const float *sinks, int64_t sink_stride, const float *slopes, const void *bias,
+                  int64_t bias_size, int threads) {
     const Problem p = {q, out, k_store, v_store, query_starts, context_lens, block_tables,
                        sequences, max_blocks, q_token_stride, q_head_stride, heads, kv_heads,
                        key_size, value_size, block_size, window, chunk, q_is_bf16, scale, cap,
-                       sinks, slopes};
+                       sinks, sink_stride, slopes, bias, bias_size};
     if (threads <= 0) threads = omp_get_max_threads();
     if (effort(p) < (1 << 19)) threads = 1;  // not worth waking the others
     // Quantized rows are dequantized to the queries' dtype.

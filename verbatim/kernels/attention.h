@@ -12,7 +12,8 @@ void vb_attention(const void *q, void *out, const void *k_store, const void *v_s
                   int64_t q_token_stride, int64_t q_head_stride, int64_t heads, int64_t kv_heads,
                   int64_t key_size, int64_t value_size, int64_t block_size, int64_t window,
                   int64_t chunk, int q_is_bf16, int kv_format, float scale, float cap,
-                  const float *sinks, const float *slopes, int threads);
+                  const float *sinks, int64_t sink_stride, const float *slopes, const void *bias,
+                  int64_t bias_size, int threads);
 
 void vb_write_kv(const char *k, const char *v, char *k_store, char *v_store, const int64_t *slots,
                  int64_t tokens, int64_t kv_heads, int64_t block_size, int64_t k_bytes,

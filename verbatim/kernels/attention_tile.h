@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention_rows.h"
+#include "attention_work.h"
 
 #include <algorithm>
 #include <cmath>
@@ -185,25 +186,35 @@ static INLINE float highest(f32x16 v) {
     return v[0];
 }
 
+// Adds a line's biases to the scores of a tile; its first key is `behind` positions before the line's own.
+static inline void add_bias(const Problem &p, const Line &line, int64_t behind, f32x16 *scores) {
+    const int64_t at = (line.row * p.heads + line.head) * p.bias_size;
+    float bias[TILE] = {};
+    for (int64_t k = std::max<int64_t>(0, behind - p.bias_size + 1); k < TILE && k <= behind; k++)
+        bias[k] = value_at<bf16>(p.bias, !p.q_is_bf16, at + behind - k);
+    for (int c = 0; c < CHUNKS; c++) scores[c] += load(bias + c * 16);
+}
+
 // Turns a tile's dot products into weights, and returns the factor for the segment's earlier sums. With PAIRS
 // the weights are rounded to bf16, two keys to a lane; their total is that of the rounded weights, so that
 // the result is a true mean of the values.
 template <class Step>
-static INLINE float weigh(Line &line, int64_t first_key, float scale, float cap, float *scores) {
+static INLINE float weigh(const Problem &p, Line &line, int64_t first_key, float *scores) {
     const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int from = (int)std::max<int64_t>(line.from - first_key, 0);
     const int to = (int)std::min<int64_t>(line.to - first_key, TILE);
     Softmax &part = line.part;
     f32x16 s[CHUNKS];
-    for (int c = 0; c < CHUNKS; c++) s[c] = load(scores + c * 16) * scale;
-    if (cap > 0)
-        for (int c = 0; c < CHUNKS; c++) s[c] = cap * tanh(s[c] / cap);
+    for (int c = 0; c < CHUNKS; c++) s[c] = load(scores + c * 16) * p.scale;
+    if (p.cap > 0)
+        for (int c = 0; c < CHUNKS; c++) s[c] = p.cap * tanh(s[c] / p.cap);
+    const int64_t behind = line.to - 1 - first_key;
     if (line.slope != 0) {
-        const int behind = (int)(line.to - 1 - first_key);
         for (int c = 0; c < CHUNKS; c++)
             s[c] = fma(splat(line.slope),
-                       __builtin_convertvector(lanes + (c * 16 - behind), f32x16), s[c]);
+                       __builtin_convertvector(lanes + (c * 16 - (int)behind), f32x16), s[c]);
     }
+    if (p.bias && behind - TILE < p.bias_size) add_bias(p, line, behind, s);
     if (from > 0 || to < TILE)
         for (int c = 0; c < CHUNKS; c++) {
             const i32x16 key = lanes + c * 16;

@@ -23,7 +23,11 @@ struct Problem {
     int64_t heads, kv_heads, key_size, value_size, block_size, window, chunk;
     int q_is_bf16;
     float scale, cap;
-    const float *sinks, *slopes;      // [H] or NULL
+    const float *sinks;               // [H], or [T, H] with a `sink_stride` of H; or NULL
+    int64_t sink_stride;              // between rows
+    const float *slopes;              // [H] or NULL
+    const void *bias;                 // [T, H, bias_size] in the dtype of q, or NULL
+    int64_t bias_size;
 };
 
 // A piece of work: some query heads of one KV head, for adjacent rows of one sequence; all keys that they

@@ -62,7 +62,7 @@ static inline void begin(Line &line, const Problem &p, int64_t sequence, int64_t
     if (p.chunk > 0) line.from = std::max(line.from, (line.to - 1) / p.chunk * p.chunk);
     line.slope = p.slopes ? p.slopes[head] : 0;
     // A sink is a logit before the first key, without a value.
-    line.all.largest = p.sinks ? p.sinks[head] : -INFINITY;
+    line.all.largest = p.sinks ? p.sinks[row * p.sink_stride + head] : -INFINITY;
     line.all.total = splat(0.0f);
     if (line.all.largest > -INFINITY) line.all.total[0] = 1;
 }
@@ -239,7 +239,7 @@ template <class Rows, class Step> class Attention {
             std::copy_n(next->rows, AHEAD, now->next());
             const auto weigh_all = [&] {
                 for (int i = a; i < b; i++)
-                    factors[i] = weigh<Step>(lines[i], key, p.scale, p.cap, scores + i * TILE);
+                    factors[i] = weigh<Step>(p, lines[i], key, scores + i * TILE);
             };
             const int width = (int)p.key_size;
             if (b - a <= FEW) {

@@ -21,7 +21,7 @@ SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _ARGUMENTS = {
     "vb_activate": "PPPLI",
     "vb_add_low_rank": "PLPLLLPL",
-    "vb_attention": "PPPPPPPLLLLLLLLLLLIIFFPP",
+    "vb_attention": "PPPPPPPLLLLLLLLLLLIIFFPLPPL",
     "vb_causal_conv": "PPPIPPPPPPLLLL",
     "vb_chain": "PPPPPPPLPPPLP",
     "vb_choose": "PPLPPLPP",

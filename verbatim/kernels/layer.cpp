@@ -635,7 +635,8 @@ void attend(const Layer &l, const Rows &rows, void *k_store, void *v_store, cons
     vb_attention(qkv.data, attended, k_store, v_store, rows.query_starts, rows.context_lens,
                  rows.block_tables, rows.sequences, rows.max_blocks, width, l.head_dim, l.heads,
                  l.kv_heads, l.head_dim, l.value_dim, rows.block_size, l.window, l.chunk,
-                 l.is_bf16, l.is_bf16, l.scale, l.softcap, l.sinks ? sinks.data : nullptr, l.alibi, threads);
+                 l.is_bf16, l.is_bf16, l.scale, l.softcap, l.sinks ? sinks.data : nullptr, 0, l.alibi,
+                 nullptr, 0, threads);
     apply_gates(l, (void *)attended, (const void *)qkv.data, rows.count, threads);
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,7 +30,10 @@ class AttentionOptions:
         chunk: a query at position p sees the keys at p // chunk * chunk and above; 0: no limit.
         softcap: scores become softcap * tanh(score / softcap), after the scale; 0: off.
         sinks: `[H]` float32; one additional logit per head in the softmax's denominator, without a value.
+            `[T, H]` if each row has its own.
         alibi: `[H]` float32 slopes; slope * (key position - query position) is added to scores.
+        bias: `[T, H, E]` in the dtype of queries; `bias[t, h, d]` is added to the score of the key that is d
+            positions before the row's own, after the soft cap. Keys E or more positions back have none.
         chosen: `[T, G, k]` int32; positions of the keys that each row sees, for each of G groups of heads,
             ascending, padded with -1. None: all keys up to the row's own position.
         records: `[T, k]` int32; positions of the records that each row attends to besides the keys in its
@@ -44,6 +47,7 @@ class AttentionOptions:
     softcap: float = 0.0
     sinks: Tensor | None = None
     alibi: Tensor | None = None
+    bias: Tensor | None = None
     chosen: Tensor | None = None
     records: Tensor | int | None = None
 
@@ -56,13 +60,51 @@ class AttentionOptions:
         for name in ("window", "chunk", "softcap"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be 0 (off) or above")
-        for name in ("sinks", "alibi"):
+        for name, dims in ("sinks", 2), ("alibi", 1):
             values = getattr(self, name)
-            if values is not None and (values.dtype != torch.float32 or values.dim() != 1):
+            if values is not None and (values.dtype != torch.float32 or values.dim() > dims):
                 raise ValueError(
                     f"{name} must be float32 of shape [heads], not {values.dtype} of shape "
                     f"{list(values.shape)}"
                 )
+
+    @property
+    def differs_by_row(self) -> bool:
+        """Return whether rows have sinks or biases of their own."""
+        return self.bias is not None or (self.sinks is not None and self.sinks.dim() > 1)
+
+    def of_rows(self, rows: Tensor | slice) -> AttentionOptions:
+        """Return the options of some rows."""
+        if not self.differs_by_row:
+            return self
+        sinks, bias = self.sinks, self.bias
+        return replace(
+            self,
+            sinks=sinks[rows] if sinks is not None and sinks.dim() > 1 else sinks,
+            bias=None if bias is None else bias[rows],
+        )
+
+    def of_heads(self, heads: slice) -> AttentionOptions:
+        """Return the options of some query heads."""
+        sinks, alibi, bias = self.sinks, self.alibi, self.bias
+        return replace(
+            self,
+            sinks=None if sinks is None else sinks[..., heads].contiguous(),
+            alibi=None if alibi is None else alibi[heads].contiguous(),
+            bias=None if bias is None else bias[:, heads].contiguous(),
+        )
+
+    def with_biases(self, scores: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+        """Return `scores` `[R, H, L]` with ALiBi and `bias`, for rows at `positions` and `keys` `[L]`."""
+        behind = (positions[:, None] - keys)[:, None]  # [R, 1, L]
+        if self.alibi is not None:
+            scores = scores + self.alibi[:, None] * -behind
+        if self.bias is not None:
+            size = self.bias.shape[2]
+            near = (behind >= 0) & (behind < size)
+            bias = self.bias.float().gather(2, behind.clamp(0, size - 1).expand(scores.shape))
+            scores = scores + torch.where(near, bias, 0.0)
+        return scores
 
     def lowest_key(self, positions: Tensor) -> Tensor:
         """Return the position of the first key that queries at `positions` see."""

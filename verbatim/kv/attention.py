@@ -110,7 +110,7 @@ def paged_attention(
         kv_format = int(k_store.dtype == torch.bfloat16) if packing is None else packing.bits
         query_starts, context_lens, block_tables = batch
         num_sequences, max_blocks = block_tables.shape
-        sinks, alibi = options.sinks, options.alibi
+        sinks, alibi, bias = options.sinks, options.alibi, options.bias
         assert k_store.shape[1:3] == (kv_heads, block_size) and heads % kv_heads == 0
         assert packing is not None or k_store.shape[3] == key_size
         assert k_store.dtype == v_store.dtype
@@ -118,17 +118,23 @@ def paged_attention(
         assert len(query_starts) == num_sequences + 1 and len(context_lens) == num_sequences
         assert k_store.is_contiguous() and v_store.is_contiguous() and block_tables.is_contiguous()
         assert query_starts.is_contiguous() and context_lens.is_contiguous()
-        assert sinks is None or (len(sinks) == heads and sinks.is_contiguous())
+        rows = (num_tokens, heads)
+        assert sinks is None or (sinks.shape in (rows, rows[1:]) and sinks.is_contiguous())
         assert alibi is None or (len(alibi) == heads and alibi.is_contiguous())
+        assert bias is None or (bias.shape[:2] == rows and bias.is_contiguous())
+        assert bias is None or bias.dtype == q.dtype
         if q.stride(2) != 1:
             q = q.contiguous()
+        sink_stride = heads if sinks is not None and sinks.dim() > 1 else 0
+        bias_size = 0 if bias is None else bias.shape[2]
         out = q.new_empty((num_tokens, heads, value_size))
         at = addresses(q, out, k_store, v_store, query_starts, context_lens, block_tables)
         attend(
             *at,
             *(num_sequences, max_blocks, *q.stride()[:2], heads, kv_heads, key_size, value_size),
             *(block_size, options.window, options.chunk, q.dtype == torch.bfloat16, kv_format),
-            *(options.scale, options.softcap, *addresses(sinks, alibi)),
+            *(options.scale, options.softcap, *addresses(sinks), sink_stride),
+            *(*addresses(alibi, bias), bias_size),
         )
         return out
     if kernels.uses_triton(q.device):
@@ -173,8 +179,9 @@ def reference_attention(
         for first in range(starts[s], starts[s + 1], rows_at_once):
             last = min(first + rows_at_once, starts[s + 1])
             position = length - starts[s + 1] + first  # of row `first`
-            out[first:last] = _reference_rows(
-                q[first:last], k_store, v_store, batch.block_tables[s], position, options
+            some = slice(first, last)
+            out[some] = _reference_rows(
+                q[some], k_store, v_store, batch.block_tables[s], position, options.of_rows(some)
             )
     return out
 
@@ -198,10 +205,9 @@ def _reference_rows(
     logits = torch.full((heads,), -torch.inf, dtype=torch.float32, device=q.device)
     if options.sinks is not None:
         logits = options.sinks
-    largest = logits.reshape(*grouped, 1).expand(rows, *grouped, 1)
+    largest = logits.view(-1, *grouped, 1).expand(rows, *grouped, 1)
     total = (largest > -torch.inf).float()
     acc = torch.zeros((rows, *grouped, value_size), dtype=torch.float32, device=q.device)
-    slopes = None if options.alibi is None else options.alibi.reshape(*grouped, 1)
     for first in range(0, position + rows, _TILE):
         if first + _TILE <= lowest[0]:
             continue
@@ -215,8 +221,8 @@ def _reference_rows(
         scores = tree_sum(queries * k, -1) * options.scale
         if options.softcap:
             scores = options.softcap * torch.tanh(scores / options.softcap)
-        if slopes is not None:
-            scores = scores + slopes * (keys - positions)
+        biased = options.with_biases(scores.flatten(1, 2), positions.flatten(), keys)
+        scores = biased.view(scores.shape)
         scores = torch.where(visible, scores, -torch.inf)
         # A row without visible keys in the tile is unchanged.
         active = visible.any(-1, keepdim=True)

@@ -170,8 +170,8 @@ def attend_to_chosen(
     """
     chosen = options.chosen
     assert chosen is not None
-    if options.window or options.chunk or options.alibi is not None:
-        raise ValueError("sparse attention does not support windows, chunks or ALiBi")
+    if options.window or options.chunk or options.alibi is not None or options.differs_by_row:
+        raise ValueError("sparse attention does not support windows, chunks, ALiBi or biases")
     groups, top_k = chosen.shape[1:]
     if int(batch.context_lens.max()) <= top_k:
         return attention(q, k_store, v_store, batch, replace(options, chosen=None))

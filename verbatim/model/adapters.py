@@ -22,6 +22,7 @@ from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.model import (  # noqa: F401  (some register replacements)
     deepseek_v4,
+    inkling,
     products,
     recurrent_ops,
     streams,

@@ -125,7 +125,7 @@ class InspectionContext:
             self.indexed += [(0 if options.records else options.width, 0)] * groups
             shape = len(q), groups, options.width
             return torch.full(shape, -1, dtype=torch.int32, device=q.device)
-        self.needs_positions |= options.alibi is None
+        self.needs_positions |= options.alibi is None and options.bias is None
         # Depends on the token's own query, key and value, so that wrong positions are also noticed.
         group = q.shape[1] // v.shape[1]
         angle = q.float().sum(-1) + k.float().sum(-1).repeat_interleave(group, dim=1)

@@ -65,6 +65,7 @@ def _attend(
     context_lens,
     block_tables,
     alibi,
+    bias,
     tops,
     totals,
     accs,
@@ -90,6 +91,7 @@ def _attend(
     CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    BIAS_SIZE: tl.constexpr,
     BITS: tl.constexpr,
     KEY_GROUP: tl.constexpr,
     VALUE_GROUP: tl.constexpr,
@@ -135,6 +137,7 @@ def _attend(
         queries = widened(queries)
     if HAS_ALIBI:
         slope = tl.load(alibi + head, mask=row_mask, other=0.0)
+    where_bias = bias + (token.to(tl.int64) * (KV_HEADS * HEADS_EACH) + head) * BIAS_SIZE
 
     lowest = 0
     if WINDOW > 0:
@@ -161,6 +164,10 @@ def _attend(
                 score = SOFTCAP - 2 * SOFTCAP / (tl.exp(score * (2 / SOFTCAP)) + 1)
             if HAS_ALIBI:
                 score += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+            if BIAS_SIZE > 0:
+                behind = position[:, None] - key[None, :]
+                near = row_mask[:, None] & (behind >= 0) & (behind < BIAS_SIZE)
+                score += widened(tl.load(where_bias[:, None] + behind, mask=near, other=0.0))
             seen = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 seen = seen & (position[:, None] - key[None, :] < WINDOW)
@@ -208,7 +215,7 @@ def _finish(
     VALUE: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    SINK_STRIDE: tl.constexpr,
     OUT: tl.constexpr,
 ):
     """Combine the states of one row, for all heads of one KV head: merge its groups of splits in order, add
@@ -240,8 +247,9 @@ def _finish(
             accs + state[:, None] * VALUE + at_value[None, :], mask=values_mask, other=0.0
         )
         top, total, acc = _merge(top, total, acc, top2, total2, acc2)
-    if HAS_SINKS:  # an additional score without a value
-        sink = tl.load(sinks + kv_head * HEADS_EACH + at_head, mask=mask, other=float("-inf"))
+    if SINK_STRIDE >= 0:  # an additional score without a value
+        sink_at = row.to(tl.int64) * SINK_STRIDE + kv_head * HEADS_EACH + at_head
+        sink = tl.load(sinks + sink_at, mask=mask, other=float("-inf"))
         one = tl.full([HEAD_BLOCK], 1.0, tl.float32)
         top, total, acc = _merge(top, total, acc, sink, one, tl.zeros_like(acc))
     total = tl.where(mask, total, 1.0)
@@ -276,7 +284,7 @@ def paged_attention(
     _, kv_heads, block_size, width = v_store.shape
     value_size = width if packing is None else value_size
     query_starts, context_lens, block_tables = batch
-    num_sequences = len(context_lens)
+    num_sequences, sinks = len(context_lens), options.sinks
     assert k_store.is_contiguous() and v_store.is_contiguous() and block_tables.stride(1) == 1
     out = q.new_empty((num_tokens, heads, value_size))
     if not num_tokens:
@@ -309,6 +317,7 @@ def paged_attention(
         context_lens,
         block_tables,
         q if options.alibi is None else options.alibi,
+        q if options.bias is None else options.bias,
         tops,
         totals,
         accs,
@@ -334,6 +343,7 @@ def paged_attention(
         CHUNK=options.chunk,
         SOFTCAP=options.softcap,
         HAS_ALIBI=options.alibi is not None,
+        BIAS_SIZE=0 if options.bias is None else options.bias.shape[2],
         BITS=packing.bits if packing else 0,
         KEY_GROUP=min(packing.group, key_block) if packing else 0,
         VALUE_GROUP=min(packing.group, value_block) if packing else 0,
@@ -346,7 +356,7 @@ def paged_attention(
         out,
         query_starts,
         context_lens,
-        q if options.sinks is None else options.sinks,
+        q if sinks is None else sinks,
         tops,
         totals,
         accs,
@@ -359,7 +369,7 @@ def paged_attention(
         VALUE=value_size,
         VALUE_BLOCK=value_block,
         SPLIT=SPLIT,
-        HAS_SINKS=options.sinks is not None,
+        SINK_STRIDE=-1 if sinks is None else heads * (sinks.dim() - 1),
         OUT=DTYPES[q.dtype],
         num_warps=4,
         **EXACT,

@@ -218,12 +218,7 @@ class HeadStore(KVStore):
             return super().attend(layer, q, batch, options)
         rank, bounds = self._ranks.rank, self._heads[layer][0]
         heads, width = slice(bounds[rank], bounds[rank + 1]), self.shapes[layer].value_dim
-        if options.sinks is not None or options.alibi is not None:
-            options = replace(
-                options,
-                sinks=None if options.sinks is None else options.sinks[heads].contiguous(),
-                alibi=None if options.alibi is None else options.alibi[heads].contiguous(),
-            )
+        options = options.of_heads(heads)
         chosen = options.chosen
         if chosen is not None and chosen.shape[1] > 1:  # chosen separately for each KV head
             options = replace(options, chosen=chosen[:, self._heads[layer][1][rank]])

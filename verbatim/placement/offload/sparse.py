@@ -51,7 +51,9 @@ def top_k_attention(
         largest = max(top_k * value_size, keys.shape[1])
         at_once = max(1, _MAX_PRODUCTS // (heads * largest))
         for some in rows.split(at_once):
-            out[some] = _attend_top_k(q[some], keys, values, positions[some], options, top_k)
+            out[some] = _attend_top_k(
+                q[some], keys, values, positions[some], options.of_rows(some), top_k
+            )
     return out
 
 
@@ -75,19 +77,20 @@ def _attend_top_k(
     scores = scores * options.scale  # [R, Hkv, G, L]
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    if options.alibi is not None:
-        scores = scores + options.alibi.reshape(*grouped, 1) * (key_positions - positions)
+    biased = options.with_biases(scores.flatten(1, 2), positions.flatten(), key_positions)
+    scores = biased.view(scores.shape)
     mask = (lowest <= key_positions) & (key_positions <= positions)
     scores = torch.where(mask, scores, -torch.inf)
     best = top_indices(scores, top_k)
     scores = scores.gather(-1, best)  # [R, Hkv, G, k], by position
     largest = scores.amax(-1, keepdim=True)
     if options.sinks is not None:
-        largest = torch.maximum(largest, options.sinks.reshape(*grouped, 1))
+        sinks = options.sinks.view(-1, *grouped, 1)
+        largest = torch.maximum(largest, sinks)
     weights = torch.exp(scores - largest)
     total = tree_sum(weights, -1, keepdim=True)
     if options.sinks is not None:
-        total = total + torch.exp(options.sinks.reshape(*grouped, 1) - largest)
+        total = total + torch.exp(sinks - largest)
     head = torch.arange(kv_heads, device=q.device).reshape(kv_heads, 1, 1)
     chosen = values[head, key_positions[best]]  # [R, Hkv, G, k, Dv]
     chosen = torch.where(weights.unsqueeze(-1) > 0, weights.unsqueeze(-1) * chosen, 0.0)

@@ -226,9 +226,11 @@ def find_units(module: nn.Module, lazy_weights: Mapping[nn.Parameter, LazyWeight
     order: list[Unit] = []
 
     def add(name: str, layer: nn.Module) -> None:
-        unit_slots = list(dict.fromkeys(slots[p] for p in layer.parameters() if p in slots))
+        is_embedding = isinstance(layer, nn.Embedding)
+        parameters = layer.parameters(recurse=not is_embedding)  # its norm stays in memory
+        unit_slots = list(dict.fromkeys(slots[p] for p in parameters if p in slots))
         if unit_slots:
-            gathers = isinstance(layer, nn.Embedding) and rows_can_be_read(unit_slots[0].lazy)
+            gathers = is_embedding and rows_can_be_read(unit_slots[0].lazy)
             order.append(Unit(name, layer, unit_slots, gathers))
 
     def walk(prefix: str, layer: nn.Module) -> None:
