@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,8 @@ from verbatim.model.experts import (
     CLAMPED_HALVES,
     CLAMPED_PAIRS,
     CLAMPED_SPLIT,
-    _clamped,
+    SOFTCAPPED,
+    _limited,
     flat_experts,
     parts_of,
     project_chosen,
@@ -113,10 +115,26 @@ class SplitExperts(Experts):
         return nn.functional.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
 
 
-CLAMPED = {
+class SoftcappedExperts(Experts):
+    """The gate of Inkling 2."""
+
+    def __init__(self, *options: Any) -> None:
+        super().__init__(*options)
+        self.act_fn = nn.Module()
+        self.act_fn.gate_softcap = SimpleNamespace(softcap=1.5)
+        self.act_fn.up_softcap = SimpleNamespace(softcap=0.7)
+
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        gate, up = x.float().chunk(2, -1)
+        capped = torch.tanh(gate / 1.5) * 1.5 * torch.sigmoid(gate)
+        return (capped * torch.tanh(up / 0.7) * 0.7).to(x.dtype)
+
+
+LIMITED = {
     ClampedExperts: CLAMPED_PAIRS,
     HalvesExperts: CLAMPED_HALVES,
     SplitExperts: CLAMPED_SPLIT,
+    SoftcappedExperts: SOFTCAPPED,
 }
 
 
@@ -158,7 +176,7 @@ def test_fused_experts_are_bit_identical_to_expert_by_expert(
     index, weights = choice(300, 3)
     for cls, gated, bias in (
         (Experts, True, False),
-        *((clamped, True, True) for clamped in CLAMPED),
+        *((limited, True, True) for limited in LIMITED),
         (Experts, False, True),
     ):
         module = quantized(cls(gated, transposed, bias, dtype), kind)
@@ -176,15 +194,15 @@ def test_fused_experts_are_bit_identical_to_expert_by_expert(
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cls", CLAMPED)
-def test_clamped_gate_kernels_match_torch(cls: type[Experts], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("cls", LIMITED)
+def test_limited_gate_kernels_match_torch(cls: type[Experts], dtype: torch.dtype) -> None:
     parts = parts_of(module := cls(True, False, False, dtype))
-    assert parts.glu == CLAMPED[cls]
+    assert parts.glu == LIMITED[cls]
     x = 3 * torch.randn(50, 2 * INNER, generator=torch.Generator().manual_seed(4))
     x = torch.cat([x, torch.tensor([1e4, -1e4]).repeat_interleave(2 * INNER).view(2, -1)])
     x = x.to(dtype)
     gated = parts._gate(x)
-    for expected in (module._apply_gate(x), _clamped(x, parts.glu, parts.alpha, parts.limit)):
+    for expected in (module._apply_gate(x), _limited(x, parts.glu, parts.alpha, parts.limit)):
         tolerance = (
             dict(rtol=1e-5, atol=1e-6) if dtype is torch.float32 else dict(rtol=2.0**-6, atol=1e-6)
         )

@@ -56,6 +56,15 @@ _GEMMA = dict(
     num_key_value_heads=2, head_dim=16, vocab_size=VOCAB, sliding_window=7, layer_types=_MIXED,
     max_position_embeddings=256, initializer_range=0.12, rope_parameters=_ROPE_BY_KIND,
 )  # fmt: skip
+_INKLING = dict(
+    swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, d_rel=8,
+    sliding_window_size=7, rel_extent=16,
+)  # fmt: skip
+_INKLING2 = dict(
+    _INKLING, unpadded_vocab_size=VOCAB, layer_types=["hybrid_sliding", "hybrid"] * 2,
+    n_layers_per_attn_res_block=2, log_scaling_n_floor=4, qk_l2_clip_threshold=3.0,
+    rel_l2_clip_threshold=1.0, mlp_gate_softcap=0.5, mlp_up_softcap=0.7,
+)  # fmt: skip
 _GEMMA4_UNIFIED = dict(_GEMMA, global_head_dim=24, num_kv_shared_layers=2)
 _GEMMA4 = dict(_GEMMA4_UNIFIED, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB)
 _DOTS = dict(
@@ -153,13 +162,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hy_v4": _LATENT,
     "sarvam_mla": _LATENT,
     "inkling_text": dict(
-        swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, d_rel=8,
-        sliding_window_size=7, rel_extent=16, vocab_size=VOCAB, local_layer_ids=[0, 2],
-        mlp_layer_types=["dense", "sparse", "sparse", "dense"],
+        _INKLING, local_layer_ids=[0, 2], mlp_layer_types=["dense", "sparse", "sparse", "dense"],
     ),
-    "inkling2_text": dict(
-        swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, d_rel=8,
-        sliding_window_size=7, rel_extent=16, unpadded_vocab_size=VOCAB,
+    "inkling2_text": _INKLING2,
+    "inkling2_loop_text": dict(
+        _INKLING2, num_hidden_layers=6, layer_types=["hybrid_sliding", "hybrid"] * 3,
+        loop_layer_index_start=2, loop_layer_index_end=4, loop_num_passes=2, loop_gate_rank=8,
     ),
     "kimi_linear": dict(
         _LATENT, linear_head_dim=8, linear_num_heads=4,

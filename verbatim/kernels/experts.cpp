@@ -138,6 +138,15 @@ static void glu_row(const Experts &e, T *row) {
         return wide([](f32x16 x) { return gelu_tanh(x); });
     }
     const f32x16 limit = splat(e.limit), alpha = splat(e.alpha);
+    if (e.glu == SOFTCAPPED) {
+        const T *up = row + inner;
+        each_lane(row, inner, [&](auto at) {
+            const f32x16 gate = at(row);
+            const f32x16 open = vb::tanh(gate / alpha) * alpha * vb::sigmoid(gate);
+            return open * (vb::tanh(at(up) / limit) * limit);
+        });
+        return;
+    }
     const int64_t step = e.glu == CLAMPED_PAIRS ? 2 : 1, up_at = e.glu == CLAMPED_PAIRS ? 1 : inner;
     for (int64_t k = 0; k < inner; k += 16) {
         const int count = (int)std::min<int64_t>(16, inner - k);

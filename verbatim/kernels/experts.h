@@ -62,6 +62,7 @@ enum Glu : int32_t {
     CLAMPED_PAIRS = 3,  // (up + 1) * gate * sigmoid(alpha * gate), clamped; gate and up alternate
     CLAMPED_HALVES = 4,  // the same, gates first
     CLAMPED_SPLIT = 5,   // silu(gate) * up, clamped, gates first
+    SOFTCAPPED = 6,      // cap(gate, alpha) * sigmoid(gate) * cap(up, limit), rounded once, gates first
 };
 
 struct Experts {

@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -151,6 +151,12 @@ def chunk_of_layer(module: Any) -> int:
     return int(config.attention_chunk_size)
 
 
+class DistanceBias(NamedTuple):
+    """Biases by the distance of a key, `[B, T, H, E]`, as in `AttentionOptions.bias`."""
+
+    values: Tensor
+
+
 @kernels.without_overrides
 def flat_attention(
     module: nn.Module,
@@ -166,6 +172,8 @@ def flat_attention(
     is_causal: bool | None = None,
     indices: Tensor | None = None,
     block_indices: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend over flat rows of tokens, with transformers' signature; B is 1 except in inspection.
@@ -175,6 +183,8 @@ def flat_attention(
         s_aux: attention sinks, `[H]`.
         indices: positions of the keys that an indexer has chosen for each row, `[B, T, k]`.
         block_indices: the same for each group of heads, `[B, T, G, k]`; positions of keys, not of blocks.
+        sinks: attention sinks of each row, `[B, H, T, 1]`.
+        position_bias: a `DistanceBias`.
 
     Returns:
         The output `[B, T, H, Dv]`, and None in place of attention weights.
@@ -196,12 +206,19 @@ def flat_attention(
             raise UnsupportedModel(
                 f"{name} passes {key_name!r} to attention, which is not supported"
             )
+    if position_bias is not None and not isinstance(position_bias, DistanceBias):
+        raise UnsupportedModel(
+            f"{name} passes 'position_bias' to attention, which is not supported"
+        )
+    if sinks is not None:
+        s_aux = sinks[..., 0].transpose(1, 2).flatten(0, 1).contiguous()
     options = AttentionOptions(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=int(sliding_window or 0),
         chunk=chunk_of_layer(module),
         softcap=float(softcap or 0.0),
         sinks=None if s_aux is None else s_aux.detach().float(),
+        bias=None if position_bias is None else position_bias.values.flatten(0, 1),
         chosen=None if chosen is None else chosen.flatten(0, 1),
     )
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))

@@ -37,8 +37,9 @@ from verbatim.quantization.matrix import QuantizedMatrix
 _T = TypeVar("_T")
 
 # As `Glu` of kernels/experts.h.
-UNGATED, SPLIT, SPLIT_WIDE, CLAMPED_PAIRS, CLAMPED_HALVES, CLAMPED_SPLIT = range(6)
+UNGATED, SPLIT, SPLIT_WIDE, CLAMPED_PAIRS, CLAMPED_HALVES, CLAMPED_SPLIT, SOFTCAPPED = range(7)
 _CLAMPED = (CLAMPED_PAIRS, CLAMPED_HALVES, CLAMPED_SPLIT)
+_LIMITED = (*_CLAMPED, SOFTCAPPED)  # with limits, and an activation of their own
 
 
 @struct_layout("Matrix first\nL data_step bias_step")
@@ -214,7 +215,7 @@ class ExpertsParts:
             return self._struct
         self._dtype = None
         struct = self._struct
-        if self.glu not in _CLAMPED and self.activation is None:
+        if self.glu not in _LIMITED and self.activation is None:
             raise NotFusable("the activation of its experts is not SiLU, GELU or ReLU")
         for i, stack in enumerate(self.inputs):
             struct.inputs[i] = stack.struct(dtype)
@@ -264,10 +265,10 @@ class ExpertsParts:
     def _gate(self, x: Tensor) -> Tensor:
         """Apply activation and gate to the input products `x` `[n, width]`; return the input of `down`."""
         experts: Any = self.module
-        if elementwise.supports(x) and (self.glu in _CLAMPED or self.activation is not None):
+        if elementwise.supports(x) and (self.glu in _LIMITED or self.activation is not None):
             return self._gate_in_kernel(x)
-        if self.glu in _CLAMPED:
-            return _clamped(x, self.glu, self.alpha, self.limit)
+        if self.glu in _LIMITED:
+            return _limited(x, self.glu, self.alpha, self.limit)
         act: Any = _act_of(experts)
         if self.glu == UNGATED:
             return act(x)  # type: ignore[no-any-return]
@@ -503,8 +504,12 @@ def _act_of(experts: Any) -> Any:
 
 
 @kernels.without_overrides
-def _clamped(x: Tensor, glu: int, alpha: float, limit: float) -> Tensor:
-    """Apply the clamped gate of gpt-oss (interleaved or halves) or HY V4, with a batch-invariant sigmoid."""
+def _limited(x: Tensor, glu: int, alpha: float, limit: float) -> Tensor:
+    """Apply the gate of gpt-oss (in pairs or halves), HY V4 or Inkling 2, with a batch-invariant sigmoid."""
+    if glu == SOFTCAPPED:
+        gate, up = x.float().chunk(2, -1)
+        gate = torch.tanh(gate / alpha) * alpha / (1.0 + torch.exp(-gate))
+        return (gate * (torch.tanh(up / limit) * limit)).to(x.dtype)
     gate, up = (x[..., ::2], x[..., 1::2]) if glu == CLAMPED_PAIRS else x.chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     if glu == CLAMPED_SPLIT:
@@ -525,12 +530,17 @@ def _glu_of(experts: Any) -> tuple[int, float, float]:
     ]
     has_limit, has_alpha = (type(number) in (int, float) for number in numbers)
     limit, alpha = (float(n) if type(n) in (int, float) else 0.0 for n in numbers)
-    clamped = () if not has_limit else _CLAMPED if has_alpha else (CLAMPED_SPLIT,)
+    kinds = () if not has_limit else _CLAMPED if has_alpha else (CLAMPED_SPLIT,)
+    caps: list[Any] = [
+        getattr(_act_of(experts), f"{name}_softcap", None) for name in ("gate", "up")
+    ]
+    if None not in caps:
+        kinds, (alpha, limit) = (SOFTCAPPED,), (float(cap.softcap) for cap in caps)
     x = noise((16, 64), torch.float32) * 4
     with trial():
-        for glu, dtype in itertools.product(clamped, (torch.bfloat16, torch.float32)):
+        for glu, dtype in itertools.product(kinds, (torch.bfloat16, torch.float32)):
             expected = apply(experts, x.to(dtype))
-            if _close(_clamped(x.to(dtype), glu, alpha, limit), expected):
+            if _close(_limited(x.to(dtype), glu, alpha, limit), expected):
                 return glu, alpha, limit
         if not hasattr(experts, "act_fn"):
             raise NotFusable("the gate of its experts has an unknown form")

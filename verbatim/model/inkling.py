@@ -1,11 +1,13 @@
 """Inkling's attention, in which a row's hidden state decides the bias of each distance to an earlier key.
 
 Scores need no rotary embedding: a bank of profiles by distance, `[d_rel, E]`, is mixed by states of the row
-and the head. Keys E or more positions back have no bias.
+and the head. Keys E or more positions back have no bias. In Inkling 2, layers also attend to the sums of
+earlier blocks of layers, and the taps of some short convolutions depend on the row.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,10 +16,11 @@ from torch import Tensor
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.recurrence import tree_sum
 from verbatim.model import products
-from verbatim.model.context import active_context, attend, replaces
+from verbatim.model.context import DistanceBias, active_context, attend, replaces
 from verbatim.model.experts import stack_of
-from verbatim.model.invariant import sigmoid
+from verbatim.model.invariant import exp, sigmoid
 from verbatim.model.masks import attends
+from verbatim.model.recurrent_ops import previous
 from verbatim.model.router import SIGMOID, RouterForm, choose, forced_experts
 
 
@@ -86,3 +89,80 @@ def _shared_experts(module: Any, hidden_states: Tensor, gammas: Tensor) -> Tenso
         inner = module.act_fn(gates.project(expert, rows)) * ups.project(expert, rows)
         total = total + downs.project(expert, inner * gamma[:, None]).float()
     return total.to(rows.dtype).view(hidden_states.shape)
+
+
+# ---- Inkling 2, also with a loop over some of its layers
+
+
+def _named(*names: str) -> list[str]:
+    return [f"{model}{name}" for model in ("Inkling2", "Inkling2Loop") for name in names]
+
+
+@replaces(*_named("RelativePositionBias"))
+def _position_bias(
+    module: Any, hidden_states: Tensor, relative_distance: Any, position_ids: Tensor
+) -> DistanceBias:
+    states = module.linear(hidden_states).unflatten(-1, (module.num_heads, -1))
+    return DistanceBias(_relative_bias(module, module.norm(states, position_ids)))
+
+
+@replaces(*_named("L2Clip"))
+def _clip(module: Any, x: Tensor) -> Tensor:
+    """Scale heads whose L2 norm is above the threshold down to it."""
+    wide = x.float()
+    norm = torch.sqrt(tree_sum(wide * wide, -1, keepdim=True))
+    clipped: Tensor = wide * (module.threshold / (norm + 1e-6)).clamp(max=1.0)
+    return clipped.to(x.dtype)
+
+
+@replaces(*_named("ScaledL2Clip"))
+def _scaled_clip(module: Any, x: Tensor, position_ids: Any = None) -> Tensor:
+    return _clip(module, x.float() * module.scale.float()).to(x.dtype)
+
+
+@replaces(*_named("GatedOutputProjection"))
+def _gated_output(module: Any, attn_output: Tensor, hidden_states: Tensor) -> Tensor:
+    gate = sigmoid(module.gate_proj(hidden_states).float())
+    out: Tensor = module.linear((attn_output.float() * gate).to(attn_output.dtype))
+    return out
+
+
+@replaces(*_named("DynamicShortConvolution"), recurrent=True)
+def _dynamic_convolution(
+    module: Any, hidden_states: Tensor, dynamic_input: Tensor, *_: Any, **__: Any
+) -> Tensor:
+    """Convolve with taps that are sums of weights by channel and of weights by row and head."""
+    heads = *hidden_states.shape[:-1], module.num_heads, -1
+    by_row = module.weight_proj(dynamic_input).float().view(heads)
+    lagged = residual = hidden_states.float()
+    total = torch.zeros_like(residual).view(heads)
+    for lag, by_channel in enumerate(module.static_weight.float()):
+        lagged = previous(lagged) if lag else lagged
+        taps = by_channel.view(module.num_heads, -1) + by_row[..., lag, None]
+        total = total + lagged.view(heads) * taps
+    total = total.view(residual.shape) + residual
+    return (total / math.sqrt(2 * module.conv_kernel_size + 1)).to(hidden_states.dtype)
+
+
+@replaces(*_named("BlockAttentionResidual"))
+def _block_residual(module: Any, blocks: Tensor, partial_block: Tensor) -> tuple[Tensor, ...]:
+    queries = module.query.view(-1, module.query.shape[-1])
+    return _attend_to_blocks(module.norm, queries, blocks, partial_block).unbind(-2)
+
+
+@replaces("Inkling2LoopMessageAttentionResidual")
+def _messages(module: Any, blocks: Tensor, partial_block: Tensor, loop_layer_idx: int) -> Tensor:
+    return _attend_to_blocks(module.norm, module.query[loop_layer_idx], blocks, partial_block)
+
+
+def _attend_to_blocks(norm: Any, queries: Tensor, blocks: Tensor, partial_block: Tensor) -> Tensor:
+    """Return means of a row's n `blocks` `[B, T, n, H]` and its partial one, `[B, T, Q, H]` float32.
+
+    They are weighted by the softmax of their products with the Q `queries` `[Q, H]`.
+    """
+    states = norm(torch.cat([blocks, partial_block.unsqueeze(-2)], dim=-2).float())
+    scores = products.linear(states.flatten(0, -2), queries.float()) * states.shape[-1] ** -0.5
+    scores = scores.view(*states.shape[:-1], -1).transpose(-1, -2)  # [B, T, Q, n + 1]
+    weights = exp(scores - scores.amax(-1, keepdim=True))
+    weights = weights / tree_sum(weights, -1, keepdim=True)
+    return tree_sum(weights[..., None] * states.unsqueeze(-3), -2)

@@ -34,14 +34,15 @@ _CAUSAL_PREFIXES = """
     Emu3 Ernie Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe Falcon FalconH1 FalconMamba FlexOlmo Flint Fuyu
     Gemma Gemma2 Gemma3 Gemma3n Gemma4 Gemma4Unified Glm Glm4 Glm4Moe Glm4MoeLite GlmMoeDsa GPTBigCode
     GPTJ GPTNeo GPTNeoX GPTNeoXJapanese GptOss Granite GraniteMoe GraniteMoeHybrid GraniteMoeShared
-    GraniteMoeSWA GraniteSWA Helium HrmText HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX HYV3 HYV4 Inkling Jais2
-    Jamba JetMoe KimiLinear Kolibri1 Laguna LaraMini Lfm2 Lfm2Moe Lfm3 Llama Llama4 LongcatFlash Mamba Mamba2
-    Marian MBart MegatronBert Mellum MiMoV2Flash MiniCPM3 MiniMax MiniMaxM2 MiniMaxM3VL Ministral
-    Ministral3 Mistral Mixtral Mllama ModernBertDecoder Moshi Mpt Mvp NanoChat Nemotron NemotronH Olmo
-    Olmo2 Olmo3 Olmoe OlmoHybrid OPT Pegasus Persimmon Phi Phi3 Phi4Multimodal Phimoe PLBart Qwen2
-    Qwen2Moe Qwen3 Qwen3_5 Qwen3_5Moe Qwen3Moe Qwen3Next Qwen4Exp RecurrentGemma RemBert Roberta
-    RobertaPreLayerNorm RoCBert RoFormer Rwkv SeedOss SmolLM3 SolarOpen StableLm Starcoder2 TrOCR
-    VaultGemma Whisper XGLM XLMRoberta XLMRobertaXL xLSTM Xmod Youtu Zamba Zamba2 Zaya
+    GraniteMoeSWA GraniteSWA Helium HrmText HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX HYV3 HYV4 Inkling
+    Inkling2 Inkling2Loop Jais2 Jamba JetMoe KimiLinear Kolibri1 Laguna LaraMini Lfm2 Lfm2Moe Lfm3 Llama
+    Llama4 LongcatFlash Mamba Mamba2 Marian MBart MegatronBert Mellum MiMoV2Flash MiniCPM3 MiniMax
+    MiniMaxM2 MiniMaxM3VL Ministral Ministral3 Mistral Mixtral Mllama ModernBertDecoder Moshi Mpt Mvp
+    NanoChat Nemotron NemotronH Olmo Olmo2 Olmo3 Olmoe OlmoHybrid OPT Pegasus Persimmon Phi Phi3
+    Phi4Multimodal Phimoe PLBart Qwen2 Qwen2Moe Qwen3 Qwen3_5 Qwen3_5Moe Qwen3Moe Qwen3Next Qwen4Exp
+    RecurrentGemma RemBert Roberta RobertaPreLayerNorm RoCBert RoFormer Rwkv SeedOss SmolLM3 SolarOpen
+    StableLm Starcoder2 TrOCR VaultGemma Whisper XGLM XLMRoberta XLMRobertaXL xLSTM Xmod Youtu Zamba
+    Zamba2 Zaya
 """
 _OTHER_CLASSES = """
     BertGenerationDecoder BertLMHeadModel CTRLLMHeadModel Gemma3ForConditionalGeneration

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from verbatim import kernels
 from verbatim.errors import OutOfBlocks, UnsupportedModel
 from verbatim.kernels.options import AnyOptions
-from verbatim.model.adapters import adapter_for
 from verbatim.model.context import head_of
 from verbatim.model.early_exit import EarlyExit
 from verbatim.model.fingerprint import Tree
@@ -155,17 +155,13 @@ class _Outline(InspectionContext):
             self._flow.mark(own, [parameter])
         inner = inner_model(module)
         pairs = enumerate(zip(shells, layers, strict=True))
-        forwards = replaced_forwards(layers)  # not outside: `_SourceMode` does not see kernels
-        for around in module.modules():
-            if isinstance(around, nn.Embedding) or shells in around.modules():
-                if (forward := adapter_for(around)) is not None:
-                    forwards.append((around.__dict__, forward))
+        forwards = replaced_forwards(layers) + replaced_forwards(module)
         forwards += [(x.__dict__, partial(self._enter, i, layer)) for i, (x, layer) in pairs]
         head = head_of(inner)
         weight = None if head is None else getattr(head, "weight", None)
         if isinstance(weight, nn.Parameter) and weight.dim() == 2:
             forwards.append((head.__dict__, partial(_no_head, len(weight))))
-        with self._flow:
+        with kernels.using("none"), self._flow:  # which sees only torch's operations
             logits, _ = inspect_forward(
                 module, inner, self, positions=takes_positions(inner), forwards=forwards
             )
