@@ -36,6 +36,7 @@ VOCAB = 8192
 # Factors by which a toy's settings grow, by a pattern of the name; the first that matches counts.
 SCALES: list[tuple[str, int]] = [
     (r"index_topk", 32),
+    (r"d_rel", 2),
     (r"layers|_ids|groups|n_group|topk_group|experts|top_?k|vocab|indexer_kv", 0),
     (r"window|local_attention|chunk|budget|rel_extent", 32),
     (r"state|linear_(key|value)_head_dim", 16),
@@ -43,7 +44,7 @@ SCALES: list[tuple[str, int]] = [
     (r"heads?$|heads_per_layer|n_head", 4),
     (
         r"hidden_size|d_model|n_embd|intermediate|ffn|n_inner|^dff$|dim_ff|d_inner|rank|d_ssm|"
-        r"embed_dim|embedding_dim|proj_dim|lowrank|d_rel",
+        r"embed_dim|embedding_dim|proj_dim|lowrank",
         32,
     ),
 ]
@@ -69,7 +70,7 @@ def scaled(case: str, settings: dict[str, Any]) -> dict[str, Any]:
             return {key: change(key, entry) for key, entry in value.items()}
         if name in ("initializer_range", "init_std"):
             return 0.02
-        if name.startswith("vocab_size"):
+        if "vocab_size" in name:
             return VOCAB
         factor = next((factor for part, factor in SCALES if re.search(part, name)), 0)
         factor = 2 if mamba1 and name == "mamba_d_state" else factor
@@ -95,6 +96,10 @@ def build(case: str) -> Any:
     torch.set_default_dtype(torch.bfloat16)
     try:
         model = model_cls(config).to(torch.bfloat16).eval()
+        kept = model._keep_in_fp32_modules_strict or ()  # as when it is loaded
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in kept):
+                parameter.data = parameter.data.float()
     finally:
         torch.set_default_dtype(before)
     store_by_rows(model)

@@ -24,8 +24,9 @@ batch = SEQUENCES.batch
 ROUTED = (
     "afmoe aria_text axk1 beam cohere2_moe deepseek_v2 deepseek_v3 dots1 ernie4_5_moe exaone_moe "
     "flex_olmo flint gemma4_text:moe glm4_moe glm4_moe_lite gpt_oss granitemoe granitemoe_swa "
-    "granitemoehybrid granitemoeshared hunyuan_v1_moe hy_v3 inkling_text inkling2_text kolibri1 laguna "
-    "lfm2_moe mellum mimo_v2_flash minimax_m2 minimax:full mixtral olmoe phimoe qwen2_moe qwen3_moe solar_open"
+    "granitemoehybrid granitemoeshared hunyuan_v1_moe hy_v3 inkling_text inkling2_text kolibri1 "
+    "laguna lfm2_moe mellum mimo_v2_flash minimax_m2 minimax:full mixtral olmoe phimoe qwen2_moe "
+    "qwen3_moe solar_open"
 ).split()
 
 

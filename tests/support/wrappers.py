@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
 from support import toys
 from support.sweep_settings import TEXT, VISION
 
@@ -45,6 +47,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         depth=1, hidden_size=32, num_heads=2, image_size=32, patch_size=16, out_hidden_size=64,
         intermediate_size=48)),
     "idefics3": dict(text_config=dict(_LLAMA, pad_token_id=0), vision_config=VISION, scale_factor=1),
+    "inkling2": dict(
+        text_config=dict(
+            _INKLING, unpadded_vocab_size=128, log_scaling_n_floor=4, n_layers_per_attn_res_block=2,
+            layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"]),
+        vision_config=dict(
+            hidden_size=32, num_hidden_layers=1, num_attention_heads=2, projection_hidden_dim=48,
+            text_hidden_size=64)),
     "inkling_mm_model": dict(
         text_config=_INKLING, vision_config=dict(patch_size=4, num_hidden_layers=4),
         audio_config=dict(n_mel_bins=4, mel_vocab_size=8)),
@@ -77,7 +86,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 # Part of the message with which a wrapper is refused.
 REFUSED = {"paligemma": "later tokens"}
-SUPPORTED = [name for name in SETTINGS if name not in REFUSED]
+SUPPORTED = [name for name in SETTINGS if name not in REFUSED and name in CONFIG_MAPPING_NAMES]
 
 
 def make_wrapper(name: str) -> Any:

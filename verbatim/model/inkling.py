@@ -20,7 +20,7 @@ from verbatim.model.context import DistanceBias, active_context, attend, replace
 from verbatim.model.experts import stack_of
 from verbatim.model.invariant import exp, sigmoid
 from verbatim.model.masks import attends
-from verbatim.model.recurrent_ops import previous
+from verbatim.model.recurrent_ops import FUNCTIONS, previous
 from verbatim.model.router import SIGMOID, RouterForm, choose, forced_experts
 
 
@@ -96,6 +96,13 @@ def _shared_experts(module: Any, hidden_states: Tensor, gammas: Tensor) -> Tenso
 
 def _named(*names: str) -> list[str]:
     return [f"{model}{name}" for model in ("Inkling2", "Inkling2Loop") for name in names]
+
+
+def _no_distances(*_: Any, **__: Any) -> None:
+    """Return None in place of the distances of all pairs of rows, which only the replaced bias would read."""
+
+
+FUNCTIONS["get_relative_distance"] = _no_distances
 
 
 @replaces(*_named("RelativePositionBias"))
