@@ -193,7 +193,7 @@ REFUSED = {  # can't be split at all; with a part of the reason
     "xmod": "no attribute 'output'",  # the model itself reads adapters of its first layer
 }
 # These toys have no possible cut, as layers share keys and values, or the states of routers.
-NO_CUTS = "gemma3n_text gemma4 gemma4_text gemma4_text:moe gemma4_unified_text zaya".split()
+NO_CUTS = "gemma3n_text gemma4 gemma4_text gemma4_text:moe gemma4_unified gemma4_unified_text zaya".split()
 
 
 @pytest.mark.slow

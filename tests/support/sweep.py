@@ -19,7 +19,7 @@ _MADE_WITH = 24  # the minor version of transformers 5 that these lists describe
 
 # Refused architectures: a part of the error message, the reason in the docs, and the names.
 _REFUSALS: list[tuple[str, str, str]] = [
-    ("exists only as a mask", "a custom attention mask", "doge gemma4_unified"),
+    ("exists only as a mask", "a custom attention mask", "doge"),
     ("sliding window", "a window that exists only as a mask", "phimoe:window"),
     (
         "attention interface",

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
-from verbatim.model.context import IMPLEMENTATION, chunk_of_layer, flat_attention, replaces
+from verbatim.model.context import (
+    IMPLEMENTATION,
+    chunk_of_layer,
+    flat_attention,
+    replace_function,
+    replaces,
+)
 from verbatim.model.experts import flat_experts
 from verbatim.model.limits import max_length_of
 
@@ -211,8 +217,20 @@ def _attend_causally(
 
 def register() -> None:
     """Register Verbatim's attention and experts, and those for inspection, in transformers; idempotent."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    def blockwise_overlay(block_sequence_ids: Tensor) -> Callable[..., Any]:
+        """Return the rule by which tokens see their whole block; text has no blocks, only -1."""
+        if bool((block_sequence_ids < 0).all()):
+            return lambda batch, head, query, key: query < 0
+        overlay: Callable[..., Any] = blocks_of(block_sequence_ids)
+        return overlay
+
+    blocks_of: Any = getattr(masking_utils, "blockwise_overlay", None)
+    if blocks_of is not None:
+        blocks_of = getattr(blocks_of, "verbatim_original", blocks_of)
+        replace_function(masking_utils, "blockwise_overlay", blockwise_overlay)
 
     AttentionInterface.register(IMPLEMENTATION, flat_attention)
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, flat_experts)

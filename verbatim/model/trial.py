@@ -46,8 +46,9 @@ _CAUSAL_PREFIXES = """
 """
 _OTHER_CLASSES = """
     BertGenerationDecoder BertLMHeadModel CTRLLMHeadModel Gemma3ForConditionalGeneration
-    Gemma4ForConditionalGeneration GotOcr2ForConditionalGeneration GPT2LMHeadModel
-    MossTranscribeDiarizeForConditionalGeneration OpenAIGPTLMHeadModel Qwen4ExpForConditionalGeneration
+    Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration GotOcr2ForConditionalGeneration
+    GPT2LMHeadModel MossTranscribeDiarizeForConditionalGeneration OpenAIGPTLMHeadModel
+    Qwen4ExpForConditionalGeneration
 """
 VERIFIED = frozenset(_OTHER_CLASSES.split()) | {
     f"{name}ForCausalLM" for name in _CAUSAL_PREFIXES.split()
