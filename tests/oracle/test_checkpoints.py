@@ -73,6 +73,7 @@ _HQQ = dict(
 )
 _BNB = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
 _BNB8 = dict(quant_method="bitsandbytes", load_in_8bit=True)
+_MXFP8 = dict(quant_method="mxfp8", weight_block_size=[1, 32], scale_fmt="ue8m0")
 _ROWS_OF_128 = SHAPE | dict(intermediate_size=128)
 _NVFP4_EXPERTS = WHOLE | dict(head_dim=32, num_experts=4, moe_intermediate_size=256)
 _NVFP4 = _compressed("nvfp4-pack-quantized", **_FP4)
@@ -129,6 +130,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any], str]] = {
     ),
     # The scales of a stack fit its rows as well as its columns.
     "fbgemm": ("llama4_text", LLAMA4, w.fbgemm, dict(quant_method="fbgemm_fp8"), "fp8-g128"),
+    "mxfp8": ("qwen3_moe", EXPERTS, w.mxfp8, _MXFP8, "fp8-g32"),
     "mxfp4": ("gpt_oss", GPT_OSS, w.mxfp4, dict(quant_method="mxfp4"), "mxfp4-g32"),
     "nvfp4": ("qwen2", WHOLE, w.fp4("nvfp4"), _NVFP4, "nvfp4"),
     # 128 elements do not fill a block.

@@ -138,6 +138,16 @@ def fp8(block: tuple[int, int] | str, scale_name: str = "weight_scale_inv") -> W
     return write
 
 
+def mxfp8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Write FP8 in blocks of 32 along K, with a shared exponent stored as a byte."""
+    groups = weight.float().unflatten(-1, (-1, 32))
+    exponent = (groups.abs().amax(-1, keepdim=True) / 448).log2().ceil()
+    stored = (groups / torch.exp2(exponent)).to(torch.float8_e4m3fn)
+    values = (stored.float() * torch.exp2(exponent)).flatten(-2)
+    scales = (exponent + 127).to(torch.uint8).squeeze(-1)
+    return {"weight": stored.flatten(-2), "weight_scale_inv": scales}, values
+
+
 def fbgemm(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Write FP8 of `[N, K]` scaled by rows, and of stacks `[experts, K, N]` scaled by columns."""
     scale = weight.abs().amax(1, keepdim=True) / 448

@@ -36,6 +36,7 @@ _FORMATS: dict[str, Reader] = {  # by `quant_method`
     "hqq": read_hqq,
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
+    "mxfp8": read_fp8,
     "torchao": read_torchao,
 }
 

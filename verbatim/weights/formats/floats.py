@@ -39,13 +39,14 @@ def scaled(
 
     Args:
         name: the weight; int8, E4M3 or E5M2.
-        scale: its scales; float32, float16, bfloat16 or E8M0.
+        scale: its scales; float32, float16, bfloat16 or E8M0, which may be stored as bytes.
         block: rows and columns of a block. None: scales are per tensor, per row, or per column of a stack
             `[experts, K, N]`; those of integers may also divide each row into groups.
         zeros: int8 zero points of integers, one per scale; empty: none.
         divisor: number by which the scales are divided.
     """
-    parts = checkpoint.take(name, torch.int8, *FP8), checkpoint.take(scale, *_SCALES)
+    bytes_too = (torch.uint8,) if checkpoint.quantization.get("scale_fmt") == "ue8m0" else ()
+    parts = checkpoint.take(name, torch.int8, *FP8), checkpoint.take(scale, *_SCALES, *bytes_too)
     shape, blocks = parts[0].shape, parts[1].shape
     count, is_integer = torch.Size(blocks).numel(), parts[0].dtype is torch.int8
     columns = len(shape) == 3 and not block and blocks == (shape[0], 1, shape[2])
@@ -81,6 +82,10 @@ def scaled(
         if torch.Size(zero.shape).numel() != count:
             raise checkpoint.wrong(zero)
 
+    def numbers(scales: Tensor) -> Tensor:
+        is_bytes = scales.dtype is torch.uint8
+        return (scales.view(torch.float8_e8m0fnu) if is_bytes else scales).float()
+
     def by_rows(x: Tensor, rows: int) -> Tensor:
         """Expand scales or zero points to one per row and block of K: `[N, blocks of K]`."""
         if columns:
@@ -96,10 +101,10 @@ def scaled(
             raise ModelError(f"{checkpoint.folder}: {name} contains NaN")
         code = code.t() if columns else code
         zero = by_rows(zeros[0].int(), len(code)) + 128 if zeros else 0.0
-        return code, by_rows(scales.float() / divisor, len(code)), zero
+        return code, by_rows(numbers(scales) / divisor, len(code)), zero
 
     def values(weight: Tensor, scales: Tensor) -> Tensor:
-        scales = scales.float().reshape(blocks)
+        scales = numbers(scales).reshape(blocks)
         if not bool(scales.isfinite().all()):
             raise ModelError(f"{checkpoint.folder}: {scale} contains NaN or infinite values")
         for dim, size in enumerate(sizes):
