@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from support import checkpoints, toy_tokenizers
+from support import checkpoints, sweep, toy_tokenizers
 from support.checkpoints import check_other_placements, hub_snapshot, save
 from support.lora import merge, save_adapter
 from support.requests_mixed import all_facts, generated, mixed_requests
@@ -227,6 +228,34 @@ def test_other_placements_give_same_tokens(name: str, tmp_path: Path) -> None:
     written(name, tmp_path)
     ranks = (TensorParallel(2), PipelineParallel(2)) if name in ("awq", "fp8", "nvfp4") else ()
     check_other_placements(tmp_path, *ranks)
+
+
+@pytest.mark.skipif("inkling2_text" not in sweep.names(), reason="transformers has no Inkling 2")
+def test_experts_that_are_stored_in_another_order_stay_quantized(tmp_path: Path) -> None:
+    """In Inkling's files, the rows of an expert's gate and up projections alternate."""
+    sweep.build("inkling2_text").bfloat16().save_pretrained(tmp_path)
+    plain = shutil.copytree(tmp_path, tmp_path / "plain")
+
+    def quantize(folder: Path, stored: bool) -> None:
+        def change(tensors: dict[str, torch.Tensor]) -> None:
+            for name in [n for n in tensors if n.endswith(("w13_weight", "attn.wq_du.weight"))]:
+                made, values = checkpoints.mxfp8(tensors[name])
+                tensors[name] = made["weight"] if stored else values.bfloat16()
+                if stored:
+                    tensors[f"{name}_scale"] = made["weight_scale_inv"]
+
+        edit_tensors(folder, change)
+
+    quantize(plain, False)
+    quantize(tmp_path, True)
+    edit_config(tmp_path, lambda fields: fields.update(quantization_config=_MXFP8))
+    requests = mixed_requests(4)
+    expected = generated(LLM(plain), *requests)
+    for options in ({}, {"placement": Offload(gpu="300MB", weights=(0, 0, 100))}):
+        with LLM(tmp_path, **options) as llm:
+            assert all_facts(llm.generate(*requests)) == expected
+            packed = llm.info()["quantization"]["packed"]
+        assert {"gate_up_proj", "linear.weight"} == {name.split(".", 5)[-1] for name in packed}
 
 
 ATTENTION = r"self_attn\.[qkvo]_proj"

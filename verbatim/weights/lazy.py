@@ -58,6 +58,8 @@ Cut = tuple[int, int, int]  # (dimension of a weight, begin and end of the range
 _COMPARED_BYTES = 1 << 20  # per comparison
 _aten = torch.ops.aten
 _IDENTITIES = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh.default})
+_VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
+_CONVERSIONS = frozenset({_aten._to_copy.default, _aten.clone.default})  # of elements in place
 
 
 class Traced(Tensor):
@@ -217,9 +219,11 @@ def rows_of(lazy: LazyWeight, begin: int, end: int) -> LazyWeight | None:
     if not isinstance(lazy, Computed) or not lazy.args:
         return None
     source: Any = lazy.args[0]
-    if lazy.func is _aten._to_copy.default:
-        cut = rows_of(source, begin, end)
-        return cut and Computed(lazy.func, (cut, *lazy.args[1:]), lazy.kwargs)
+    if lazy.func in _CONVERSIONS or _within_entries(lazy):
+        cut, more = rows_of(source, begin, end), lazy.args[1:]
+        if lazy.func in _VIEWS:
+            more = ([end - begin, *more[0][1:]],)
+        return cut and Computed(lazy.func, (cut, *more), lazy.kwargs)
     if lazy.func not in (_aten.stack.default, _aten.cat.default):
         return None
     dim = lazy.args[1] if len(lazy.args) > 1 else 0
@@ -241,6 +245,23 @@ def rows_of(lazy: LazyWeight, begin: int, end: int) -> LazyWeight | None:
     return pieces[0] if len(pieces) == 1 else Computed(lazy.func, (pieces,))
 
 
+def _within_entries(lazy: Computed) -> bool:
+    """Return whether a view or a transposition rearranges each entry of the first dimension in itself."""
+    if lazy.func is _aten.transpose.int:
+        return min(lazy.args[1:]) > 0
+    return lazy.func in _VIEWS and bool(lazy.args[1][0] == _num_entries(lazy.args[0]))
+
+
+def _num_entries(lazy: Any) -> int | None:
+    """Return the size of the first dimension; None if it is not known."""
+    if isinstance(lazy, Computed) and lazy.shape is None:
+        if lazy.func in _CONVERSIONS or _within_entries(lazy):
+            return _num_entries(lazy.args[0])
+        return None
+    shape: tuple[int, ...] = (lazy.tensor if isinstance(lazy, InMemory) else lazy).shape
+    return shape[0]
+
+
 def pieces_of(lazy: LazyWeight, leading: int = 1) -> list[LazyWeight]:
     """Split one entry of `rows_of` into lazy weights that contain the same data when concatenated.
 
@@ -259,8 +280,8 @@ def pieces_of(lazy: LazyWeight, leading: int = 1) -> list[LazyWeight]:
 def stored_packing(lazy: LazyWeight) -> tuple[WeightPacking, LazyWeight] | None:
     """Return the packing of a weight in its file, and the lazy weight of its packed bytes; None if unpacked.
 
-    A stack or concatenation of packed matrices along any dimension but K is packed, too, and so is a packed
-    matrix with reordered rows.
+    A stack or concatenation of packed matrices along any dimension but K is packed, too, and so are packed
+    matrices with reordered rows.
     """
     if not isinstance(lazy, Computed):
         return None
@@ -272,6 +293,8 @@ def stored_packing(lazy: LazyWeight) -> tuple[WeightPacking, LazyWeight] | None:
         if dim or stored is None or stored[0].columns:
             return None
         return stored[0], replace(lazy, args=(stored[1], dim, order))
+    if lazy.func is _aten.clone.default or lazy.func is _aten.transpose.int or lazy.func in _VIEWS:
+        return _reordered(lazy)
     if lazy.func not in (_aten.stack.default, _aten.cat.default):
         return None
     pairs = [pair for part in lazy.args[0] if (pair := stored_packing(part)) is not None]
@@ -289,6 +312,25 @@ def stored_packing(lazy: LazyWeight) -> tuple[WeightPacking, LazyWeight] | None:
     if any(replace(packing, shape=first.shape) != first for packing in packings):
         return None
     return replace(first, shape=tuple(shape)), replace(lazy, args=(parts, dim))
+
+
+def _reordered(lazy: Computed) -> tuple[WeightPacking, LazyWeight] | None:
+    """Return `stored_packing` of a copy, a view or a transposition that leaves each row whole."""
+    stored = stored_packing(lazy.args[0])
+    if stored is None or stored[0].columns:
+        return None
+    (packing, source), more = stored, lazy.args[1:]
+    shape = list(packing.shape)
+    if lazy.func in _VIEWS:
+        if more[0][-1] != shape[-1]:
+            return None
+        shape, more = more[0], ([*more[0][:-1], -1],)
+    elif lazy.func is _aten.transpose.int:
+        a, b = more
+        if not 0 <= max(a, b) < len(shape) - 1 or min(a, b) < 0:
+            return None
+        shape[a], shape[b] = shape[b], shape[a]
+    return replace(packing, shape=tuple(shape)), replace(lazy, args=(source, *more))
 
 
 def packings_of(
