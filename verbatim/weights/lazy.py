@@ -248,7 +248,7 @@ def rows_of(lazy: LazyWeight, begin: int, end: int) -> LazyWeight | None:
 def _within_entries(lazy: Computed) -> bool:
     """Return whether a view or a transposition rearranges each entry of the first dimension in itself."""
     if lazy.func is _aten.transpose.int:
-        return min(lazy.args[1:]) > 0
+        return bool(min(lazy.args[1:]) > 0)
     return lazy.func in _VIEWS and bool(lazy.args[1][0] == _num_entries(lazy.args[0]))
 
 
