@@ -412,12 +412,15 @@ def one_sequence(
                 torch.tensor([end], dtype=torch.int32),
                 table,
             ),
-            options,
+            options.of_rows(slice(begin, end)),
             top_k=top_k,
         )
         for begin, end in itertools.pairwise([0, *cuts, length])
     ]
     return torch.cat(outputs), q, k, v
+
+
+BIAS = torch.randn(150, 4, 30, generator=torch.Generator().manual_seed(7))  # rows, heads, distances
 
 
 @pytest.mark.parametrize(
@@ -428,8 +431,9 @@ def one_sequence(
         AttentionOptions(scale=0.4, chunk=20),
         AttentionOptions(scale=0.4, softcap=1.0, sinks=torch.tensor([0.0, 1.0, 2.0, -1.0])),
         AttentionOptions(scale=0.4, alibi=torch.tensor([0.01, 0.1, 0.2, 0.3])),
+        AttentionOptions(scale=0.4, bias=BIAS, sinks=BIAS[:, :, 0].contiguous()),
     ],
-    ids=["plain", "window", "chunk", "softcap-sinks", "alibi"],
+    ids=["plain", "window", "chunk", "softcap-sinks", "alibi", "bias"],
 )
 def test_sparse_attention_equals_attention_over_top_k_keys(options: AttentionOptions) -> None:
     store, length, top_k = KVStore([SHAPE], 12, 16, torch.float32, CPU), 150, 7
@@ -441,6 +445,10 @@ def test_sparse_attention_equals_attention_over_top_k_keys(options: AttentionOpt
         scores = options.softcap * torch.tanh(scores / options.softcap)
     if options.alibi is not None:
         scores = scores + options.alibi[:, None, None] * (positions - positions[:, None])
+    if options.bias is not None:
+        behind = (positions[:, None] - positions).clamp(0, BIAS.shape[2])
+        by_distance = torch.nn.functional.pad(BIAS, (0, 1)).transpose(0, 1)
+        scores = scores + by_distance.gather(2, behind.expand(len(scores), -1, -1))
     visible = positions <= positions[:, None]
     if options.window:
         visible = visible & (positions[:, None] - positions < options.window)
@@ -451,7 +459,8 @@ def test_sparse_attention_equals_attention_over_top_k_keys(options: AttentionOpt
     mask = torch.zeros_like(scores).scatter(-1, chosen, 1.0).bool() & visible
     scores = torch.where(mask, scores, -torch.inf)
     if options.sinks is not None:
-        scores = torch.cat([scores, options.sinks[:, None, None].expand(-1, length, 1)], -1)
+        sinks = options.sinks.expand(length, -1).mT[..., None]
+        scores = torch.cat([scores, sinks], -1)
     weights = scores.softmax(-1)[..., :length]
     expected = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(2, 1))
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)

@@ -101,12 +101,11 @@ def test_attention_heads_are_bit_identical_in_any_split() -> None:
     k, v = (torch.randn(5, 4, 16, 20, generator=noise) for _ in range(2))
     batch = (torch.tensor([0, 8, 9]), torch.tensor([40, 33]), torch.tensor([[1, 2, 3], [4, 2, 1]]))
     rows = AttentionBatch(*(x.to(torch.int32) for x in batch))
-    sinks, alibi = torch.randn(8, generator=noise), torch.randn(8, generator=noise)
+    sinks, alibi, bias = (torch.randn(*n, generator=noise) for n in ((9, 8), (8,), (9, 8, 12)))
+    every = AttentionOptions(scale=0.2, sinks=sinks, alibi=alibi, bias=bias)
 
     def attend(heads: slice, kv: slice) -> torch.Tensor:
-        options = AttentionOptions(
-            scale=0.2, sinks=sinks[heads].clone(), alibi=alibi[heads].clone()
-        )
+        options = every.of_heads(heads)
         own_k, own_v = k[:, kv].contiguous(), v[:, kv].contiguous()
         return paged_attention(q[:, heads], own_k, own_v, rows, options)
 
