@@ -382,7 +382,5 @@ class DraftMachine(EngineMachine):
 
 TestDraftMachine = DraftMachine.TestCase
 TestDraftMachine.settings = settings(
-    max_examples=40,
-    stateful_step_count=20,
-    suppress_health_check=list(HealthCheck),
+    max_examples=40, stateful_step_count=20, suppress_health_check=list(HealthCheck)
 )

@@ -316,9 +316,7 @@ def joined(deltas: list[Delta], index: int) -> tuple[str, list[int], list[float]
 
 
 @pytest.mark.parametrize("length", [2, 5])
-def test_routing_records_and_replays_are_same_with_drafts(
-    length: int,
-) -> None:
+def test_routing_records_and_replays_are_same_with_drafts(length: int) -> None:
     prompt = random_ids(13, seed=4)
     params = SamplingParams(max_tokens=17, seed=3, record_routing=True, ignore_eos=True)
     with open_toy("qwen3_moe") as llm:

@@ -26,6 +26,7 @@ from support.pairwise import Case, covering, pairs_of
 from support.requests_mixed import all_facts, check_nothing_is_left, facts, mixed_requests
 from support.routing_cases import other_keys
 from support.stages import check_threads_end, num_threads, staged
+from support.toys import Folders
 from verbatim import (
     LLM,
     EngineClosed,
@@ -97,9 +98,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int],
 
 
 @contextmanager
-def open_case(
-    choice: dict[str, str], checkpoint: Callable[..., Path], seed: int = 0
-) -> Iterator[LLM]:
+def open_case(choice: dict[str, str], checkpoint: Folders, seed: int = 0) -> Iterator[LLM]:
     placements: dict[str, Callable[[], Any]] = {
         "offload": lambda: Offload(
             weights=(30, 40, 30), kv=(30, 40, 30), activations=(0, 50, 50), micro_batches=2
@@ -148,7 +147,7 @@ def _tiny(architecture: str, on_ranks: bool) -> int:
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Callable[..., Path]) -> Callable[..., dict[str, Any]]:
+def expected(checkpoint: Folders) -> Callable[..., dict[str, Any]]:
     """Reference results: of a resident engine with the same weights, without drafts and prefix cache."""
 
     @cache
@@ -179,7 +178,7 @@ def marks(case: Case) -> Any:
 
 @pytest.mark.parametrize("case", [marks(case) for case in CASES])
 def test_conformance(
-    case: Case, checkpoint: Callable[..., Path], expected: Callable[..., dict[str, Any]]
+    case: Case, checkpoint: Folders, expected: Callable[..., dict[str, Any]]
 ) -> None:
     choice = dict(zip(DIMENSIONS, case, strict=True))
     same = expected(choice)
@@ -288,7 +287,7 @@ def check_interrupt(llm: LLM, same: Any) -> None:
 
 
 def check_update(
-    choice: dict[str, str], llm: LLM, checkpoint: Callable[..., Path], expected: Callable[..., Any]
+    choice: dict[str, str], llm: LLM, checkpoint: Folders, expected: Callable[..., Any]
 ) -> None:
     """After a weight update, results match those of an engine opened with the new weights."""
     llm.update_weights(checkpoint(choice["architecture"], 1))
@@ -297,7 +296,7 @@ def check_update(
 
 @pytest.mark.parametrize("architecture", WITHOUT_MTP)
 def test_mtp_draft_is_rejected_for_architecture_without_mtp_layers(
-    architecture: str, checkpoint: Callable[..., Path]
+    architecture: str, checkpoint: Folders
 ) -> None:
     choice = dict(placement="resident", draft="mtp", cache="plain", quantization="none")
     with (
@@ -357,7 +356,7 @@ def lose_aborts(llm: LLM) -> None:
     [perturb_rows_in_company, draw_without_position, keep_keys_of_evicted_blocks, lose_aborts],
 )
 def test_suite_detects_injected_fault(
-    fault: Callable[[LLM], None], checkpoint: Callable[..., Path], expected: Callable[..., Any]
+    fault: Callable[[LLM], None], checkpoint: Folders, expected: Callable[..., Any]
 ) -> None:
     choice = dict(placement="resident", draft="none", cache="plain", quantization="none")
     choice |= {"architecture": "qwen3"}

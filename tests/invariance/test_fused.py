@@ -258,11 +258,7 @@ def mixer(model: Any, layer: int = 0) -> Any:
     return model.model.layers[layer].linear_attn
 
 
-ALWAYS = {
-    "train": train,
-    "update in place": update_in_place,
-    "replace storage": replace_storage,
-}
+ALWAYS = {"train": train, "update in place": update_in_place, "replace storage": replace_storage}
 EDITS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "llama": ALWAYS
     | {

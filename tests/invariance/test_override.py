@@ -134,9 +134,7 @@ class Rare(Gated):
 @pytest.mark.parametrize(
     "classes", [(Outer, Outer, Outer), (Rare, Gated, Rare)], ids=["call", "branch"]
 )
-def test_custom_module_code_is_batch_invariant(
-    classes: tuple[type[Any], ...],
-) -> None:
+def test_custom_module_code_is_batch_invariant(classes: tuple[type[Any], ...]) -> None:
     torch.manual_seed(0)
     model = make_toy("llama")
     for layer, cls in zip(model.model.layers, classes, strict=True):

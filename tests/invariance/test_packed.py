@@ -8,7 +8,6 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from support.odd_toys import DTYPES
 from support.programs import in_thread, run_program, run_without_kernels
 from support.requests_mixed import all_facts, generated, mixed_requests
 from support.sweep_forward import logits_of, sequences
-from support.toys import make_toy, random_ids
+from support.toys import Folders, make_toy, random_ids
 from verbatim import LLM, ModelError, NotSupported, Offload, SamplingParams, kernels
 from verbatim.errors import ModelChanged
 from verbatim.model.decoder import Decoder
@@ -192,7 +191,7 @@ PACKED = {
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", PACKED)
 def test_info_reports_packed_weights_their_size_and_error(
-    name: str, placement: Any, folders: Callable[[str], Path]
+    name: str, placement: Any, folders: Folders
 ) -> None:
     module, (pattern, exact) = make_toy(name), PACKED[name]
     packings = choose_packings(module, Quantization())
@@ -274,7 +273,7 @@ def test_quantized_activations_give_same_results_in_every_schedule(
 
 
 @pytest.mark.skipif(kernels.library() is None, reason="layers fuse by compiled kernels")
-def test_w8a8_layers_are_fused(folders: Callable[[str], Path]) -> None:
+def test_w8a8_layers_are_fused(folders: Folders) -> None:
     with LLM(folders("llama"), quantization="w8a8") as llm:
         fused = llm.info()["fused"]
         assert fused["layers"] == len(llm.engine.runner.module.model.layers) and not fused["plain"]
@@ -292,9 +291,7 @@ def test_float32_indexer_of_bfloat16_model_gives_same_bits_fused(tmp_path: Path)
     assert found[0] == found[1]
 
 
-def test_activation_quantization_changes_logprobs_and_numerics_key(
-    folders: Callable[[str], Path],
-) -> None:
+def test_activation_quantization_changes_logprobs_and_numerics_key(folders: Folders) -> None:
     requests = [random_ids(9, 1)], SamplingParams(max_tokens=4, logprobs=0, seed=1)
     found, keys = [], set()
     for quantization in ("int8", "w8a8", "int4", "w4a8"):
@@ -360,9 +357,7 @@ def test_packed_weights_sleep_and_wake(
             llm.wake()
 
 
-def test_models_and_weights_that_cannot_be_packed_are_rejected(
-    folders: Callable[[str], Path],
-) -> None:
+def test_models_and_weights_that_cannot_be_packed_are_rejected(folders: Folders) -> None:
     for quantization, message in (
         ("int8", r"int8-g64.*live module.*save_pretrained"),
         ("w8a8", "int8-g64-a8"),
@@ -425,9 +420,7 @@ def facts_of(folder: Path, quantization: Any = "int4", **options: Any) -> tuple[
         return all_facts(llm.generate(*mixed_requests(3))), llm.info()["quantization"]
 
 
-def test_packed_weights_are_cached(
-    cached: Path, packings: list[str], folders: Callable[[str], Path]
-) -> None:
+def test_packed_weights_are_cached(cached: Path, packings: list[str], folders: Folders) -> None:
     expected = facts_of(folders("llama"))
     assert len(packings) == 23
     packings.clear()
@@ -444,7 +437,7 @@ def test_packed_weights_are_cached(
     "harm", ["flip", "cut", "grow", "empty", "header", "sums", "zeros", "long", "longer"]
 )
 def test_damaged_packed_cache_is_rebuilt(
-    harm: str, cached: Path, packings: list[str], folders: Callable[[str], Path]
+    harm: str, cached: Path, packings: list[str], folders: Folders
 ) -> None:
     expected = facts_of(folders("llama"))
     (file,) = cached.iterdir()
@@ -486,10 +479,7 @@ def test_changed_checkpoint_in_same_folder_is_packed_again(
 
 @pytest.mark.parametrize("problem", ["full disk", "read only", "a file in the way"])
 def test_unwritable_packed_cache_warns_and_model_still_works(
-    problem: str,
-    cached: Path,
-    folders: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
+    problem: str, cached: Path, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = facts_of(folders("llama"))
     for file in cached.iterdir():
@@ -513,7 +503,7 @@ def test_unwritable_packed_cache_warns_and_model_still_works(
 
 
 def test_concurrent_opens_with_packed_cache_give_same_results(
-    cached: Path, folders: Callable[[str], Path]
+    cached: Path, folders: Folders
 ) -> None:
     expected, found = facts_of(folders("qwen3_moe")), []
 
@@ -529,7 +519,7 @@ def test_concurrent_opens_with_packed_cache_give_same_results(
     assert [file.suffix for file in cached.iterdir()] == [".safetensors"]
 
 
-def test_stale_partial_cache_file_is_deleted(cached: Path, folders: Callable[[str], Path]) -> None:
+def test_stale_partial_cache_file_is_deleted(cached: Path, folders: Folders) -> None:
     cached.mkdir(parents=True)
     stale, fresh = cached / "old.part", cached / "new.part"
     for path in (stale, fresh):
@@ -541,7 +531,7 @@ def test_stale_partial_cache_file_is_deleted(cached: Path, folders: Callable[[st
 
 
 def test_small_models_are_not_cached(
-    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     facts_of(folders("llama"))
@@ -549,7 +539,7 @@ def test_small_models_are_not_cached(
 
 
 def test_packed_cache_is_shared_with_and_without_quantized_activations(
-    cached: Path, folders: Callable[[str], Path]
+    cached: Path, folders: Folders
 ) -> None:
     """The cache holds packed weights, which do not depend on how activations are quantized."""
     requests = mixed_requests(3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from support.backends import BACKENDS, by
 from support.odd_toys import DTYPES
-from support.toys import make_toy
+from support.toys import Folders, make_toy
 from verbatim import (
     LLM,
     InvalidRequest,
@@ -384,9 +383,7 @@ def quantized(folder: Path, quantization: Any, dtype: str = "float32", **setting
 
 
 @pytest.mark.parametrize("weights", [(0, 100, 0), (0, 0, 100)], ids=["memory", "disk"])
-def test_offloaded_layers_hold_packed_bytes_while_in_use(
-    weights: Any, folders: Callable[[str], Path]
-) -> None:
+def test_offloaded_layers_hold_packed_bytes_while_in_use(weights: Any, folders: Folders) -> None:
     in_memory = weights[1] > 0
     with quantized(folders("llama"), "int8", weights=weights) as llm:
         weights = llm.engine.runner.weights
@@ -403,9 +400,7 @@ def test_offloaded_layers_hold_packed_bytes_while_in_use(
                 assert all(layer.weight.isnan().any() != in_memory for layer, _ in slot.holders)
 
 
-def test_close_releases_packed_weights_and_disk_files(
-    folders: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_close_releases_packed_weights_and_disk_files(folders: Folders, tmp_path: Path) -> None:
     for weights in WEIGHTS:
         llm = quantized(folders("llama"), "int4", weights=weights, disk=tmp_path)
         slots = llm.engine.runner.weights.units.slots
@@ -416,7 +411,7 @@ def test_close_releases_packed_weights_and_disk_files(
         assert sum(tensor.nbytes for tensor in held) == 0
 
 
-def test_full_disk_tier_raises_tier_failed(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_full_disk_tier_raises_tier_failed(folders: Folders, tmp_path: Path) -> None:
     with pytest.raises(TierFailed, match="disk_limit is 20000"):
         quantized(folders("llama"), "int4", disk=tmp_path, disk_limit=20_000)
     assert list(tmp_path.iterdir()) == []

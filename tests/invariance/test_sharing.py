@@ -129,9 +129,7 @@ def test_prompt_logprobs_are_unaffected_by_cached_prefix(llm: LLM) -> None:
     assert llm.score(prompt) == first.prompt_logprobs
 
 
-def test_prefix_blocks_are_evicted_least_recently_used_and_last_block_first(
-    folder: Any,
-) -> None:
+def test_prefix_blocks_are_evicted_least_recently_used_and_last_block_first(folder: Any) -> None:
     with LLM(folder, block_size=8, kv_memory=8 * 12 * 768) as llm:
         assert llm.stats()["blocks_free"] == 11
         one, two = random_ids(40, seed=9), random_ids(40, seed=10)

@@ -282,9 +282,7 @@ def test_strided_rows_give_the_same_bits() -> None:
     assert ours.shape == x.shape and bit_equal(ours.reshape(-1, 64), rows)
 
 
-def test_norm_with_a_patched_class_forward_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_norm_with_a_patched_class_forward_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, "_families", {})
     assert find_norm(SwitchedNorm(bare=False)) is not None
     monkeypatch.setattr(SwitchedNorm, "forward", MeanNorm.forward)

@@ -8,9 +8,8 @@ import dataclasses
 import gc
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from support.mtp_toys import toy
 from support.requests_mixed import all_facts, generated
 from support.stages import staged
 from support.sweep import build
-from support.toys import make_toy, random_ids
+from support.toys import Folders, make_toy, random_ids
 from verbatim import LLM, SamplingParams
 from verbatim.batch import Batch
 from verbatim.model.decoder import Decoder
@@ -90,7 +89,7 @@ def test_recorded_steps_give_the_same_bits(name: str, recording: Counting) -> No
 
 
 def test_recorded_steps_of_pipeline_stages_give_the_same_bits(
-    recording: Counting, folders: Callable[..., Path]
+    recording: Counting, folders: Folders
 ) -> None:
     prompts = [random_ids(3 + 2 * i, i) for i in range(5)]
     params = [SamplingParams(max_tokens=4 + i, seed=i, ignore_eos=True) for i in range(5)]

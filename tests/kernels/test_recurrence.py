@@ -69,11 +69,7 @@ def thread_counts(device: torch.device) -> Iterator[int]:
 
 
 def rows_of(
-    device: torch.device,
-    cuts: list[tuple[int, int]],
-    slots: list[tuple[int, int]],
-    *,
-    every: bool,
+    device: torch.device, cuts: list[tuple[int, int]], slots: list[tuple[int, int]], *, every: bool
 ) -> StateRows:
     """Rows `cuts[s]` of each sequence, from slot `slots[s][0]` to `slots[s][1]`.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from support.requests_mixed import all_facts, generated, mixed_requests
 from support.stages import staged
 from support.sweep import build
-from support.toys import make_toy, random_ids
+from support.toys import Folders, make_toy, random_ids
 from verbatim import LLM, PipelineParallel, SamplingParams
 from verbatim.errors import NotSupported
 from verbatim.kernels.functions import has_kernels, in_team
@@ -49,7 +48,7 @@ LONG = SamplingParams(max_tokens=24, temperature=1.0, seed=4, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Models of the sweep, each saved once."""
     paths: dict[str, Path] = {}
 
@@ -75,7 +74,7 @@ def plainly(folder: Path, prompts: Any, params: Any, **options: Any) -> list[Any
 @pytest.mark.parametrize("options", [{}, dict(kv_dtype="int8", quantization="int4")], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_steps_are_bit_identical_to_plain_steps(
-    name: str, options: dict[str, Any], saved: Callable[[str], Path]
+    name: str, options: dict[str, Any], saved: Folders
 ) -> None:
     prompts, params = mixed_requests(7)
     params = [p.replace(max_tokens=9 + 4 * i, ignore_eos=True) for i, p in enumerate(params)]
@@ -90,7 +89,7 @@ def test_recorded_steps_are_bit_identical_to_plain_steps(
 
 @pytest.mark.parametrize("name", INDEXED[:2])
 def test_indexer_choices_are_returned_by_a_model_with_recorded_steps(
-    name: str, saved: Callable[[str], Path]
+    name: str, saved: Folders
 ) -> None:
     prompts, params = [random_ids(20, 1)], LONG.replace(record_indices=True)
     expected = plainly(saved(name), prompts, params)
@@ -100,7 +99,7 @@ def test_indexer_choices_are_returned_by_a_model_with_recorded_steps(
         assert all_facts(llm.generate(prompts, params)) == expected
 
 
-def test_recorded_steps_follow_sleep_and_weight_updates(saved: Callable[[str], Path]) -> None:
+def test_recorded_steps_follow_sleep_and_weight_updates(saved: Folders) -> None:
     prompts = [random_ids(5, i) for i in range(3)]
     with LLM(saved("falcon_h1")) as llm:
         first = all_facts(llm.generate(prompts, LONG))
@@ -115,9 +114,7 @@ def test_recorded_steps_follow_sleep_and_weight_updates(saved: Callable[[str], P
         assert all_facts(llm.generate(prompts, LONG)) == second
 
 
-def test_steps_of_a_module_edited_by_its_owner_are_not_recorded(
-    saved: Callable[[str], Path],
-) -> None:
+def test_steps_of_a_module_edited_by_its_owner_are_not_recorded(saved: Folders) -> None:
     """The owner replaces a parameter, a number or a module, which a replay would not notice."""
     prompts = [random_ids(5, i) for i in range(3)]
     for edit in ("parameter", "number", "module", "asleep"):
@@ -153,7 +150,7 @@ def test_steps_of_a_module_edited_by_its_owner_are_not_recorded(
         assert found[0] == found[1], edit
 
 
-def test_pipeline_stages_record_their_steps(saved: Callable[[str], Path]) -> None:
+def test_pipeline_stages_record_their_steps(saved: Folders) -> None:
     prompts = [random_ids(5, i) for i in range(3)]
     expected = plainly(saved("falcon_h1"), prompts, LONG)
     with LLM(saved("falcon_h1"), max_length=200, placement=PipelineParallel(2)) as llm:
@@ -162,9 +159,7 @@ def test_pipeline_stages_record_their_steps(saved: Callable[[str], Path]) -> Non
             assert stage["recorded_steps"] == 1
 
 
-def test_micro_batches_of_one_recorded_size_keep_their_hidden_states(
-    saved: Callable[[str], Path],
-) -> None:
+def test_micro_batches_of_one_recorded_size_keep_their_hidden_states(saved: Folders) -> None:
     prompts = [random_ids(5, i) for i in range(4)]
     params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True, hidden_states=True)
     expected = plainly(saved("falcon_h1"), prompts, params)
@@ -174,9 +169,7 @@ def test_micro_batches_of_one_recorded_size_keep_their_hidden_states(
             assert stage["recorded_steps"] == 1
 
 
-def test_models_run_in_one_kernel_call_and_live_modules_are_not_recorded(
-    folders: Callable[[str], Path],
-) -> None:
+def test_models_run_in_one_kernel_call_and_live_modules_are_not_recorded(folders: Folders) -> None:
     for model in (folders("llama"), build("falcon")):
         with LLM(model) as llm:
             llm.generate([random_ids(5, 1)], LONG)
@@ -220,7 +213,7 @@ def test_steps_that_depend_on_tensor_values_or_randomness_are_not_recorded(
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("name", ["mamba2", "jetmoe"])
 def test_steps_on_two_threads_give_the_same_bits(
-    name: str, recorded: bool, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    name: str, recorded: bool, saved: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If layers run in pieces, the threads are a team for the whole step."""
     prompts, params = mixed_requests(7)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from support.programs import PATIENCE_S
 from support.requests_mixed import all_facts
+from support.toys import Folders
 from support.triton_here import DEVICE, INTERPRETED
 from verbatim import LLM, Cluster, SamplingParams, TensorParallel
 
@@ -45,7 +45,7 @@ def generated(folder: Path, placement: Any = None) -> tuple[list[Any], dict[str,
     ids=["stages", "ranks"],
 )
 def test_stages_and_ranks_are_bit_identical_to_one_process(
-    placement: Any, folders: Callable[..., Path]
+    placement: Any, folders: Folders
 ) -> None:
     folder = folders("llama", **TINY)
     expected, alone = generated(folder)

@@ -42,14 +42,7 @@ from verbatim.model.experts import (
     stack_of,
 )
 from verbatim.model.quantized import hold_quantized
-from verbatim.model.router import (
-    AS_IS,
-    SIGMOID,
-    SOFTMAX,
-    RouterForm,
-    choose,
-    router_parts,
-)
+from verbatim.model.router import AS_IS, SIGMOID, SOFTMAX, RouterForm, choose, router_parts
 from verbatim.quantization.formats import Quantization
 from verbatim.quantization.matrix import pack
 

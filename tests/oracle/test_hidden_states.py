@@ -169,8 +169,7 @@ class _HeadlessLlama(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize(
-    ("cls", "why"),
-    [(_TwiceLlama, "runs 2 times in a forward"), (_HeadlessLlama, "has no LM head")],
+    ("cls", "why"), [(_TwiceLlama, "runs 2 times in a forward"), (_HeadlessLlama, "has no LM head")]
 )
 def test_model_without_single_lm_head_is_rejected(cls: Any, why: str) -> None:
     runner = opened(build(cls, make_toy("llama").config))

@@ -14,6 +14,7 @@ from torch import Tensor
 from support import sweep, toys
 from support.requests_mixed import all_facts
 from support.routing_cases import other_keys
+from support.toys import Folders
 from verbatim import LLM, InvalidRequest, NotSupported, SamplingParams, rl
 
 TOP_K = 8  # keys, or two blocks of four
@@ -45,7 +46,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(name: str, folders: Callable[..., Path]) -> Path:
+def folder(name: str, folders: Folders) -> Path:
     return folders(name)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from support import toys
@@ -12,6 +9,7 @@ from support.pairwise import slow_but
 from support.requests_mixed import all_facts, generated, mixed_requests
 from support.sweep_forward import assert_equal_in_every_schedule
 from support.toy_tokenizers import byte_level
+from support.toys import Folders
 from support.wrappers import PLACEHOLDER, REFUSED, SUPPORTED, make_wrapper
 from verbatim import LLM, NotSupported, Offload, UnsupportedModel
 from verbatim.model.decoder import Decoder
@@ -22,14 +20,12 @@ from verbatim.weights.opening import open_files
 
 
 @pytest.fixture(scope="module")
-def wrapper_folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def wrapper_folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return toys.saver(tmp_path_factory, make_wrapper)
 
 
 @pytest.mark.parametrize("name", slow_but(list(SUPPORTED)[::3], SUPPORTED))
-def test_text_logits_match_multimodal_module(
-    name: str, wrapper_folders: Callable[[str], Path]
-) -> None:
+def test_text_logits_match_multimodal_module(name: str, wrapper_folders: Folders) -> None:
     model = make_wrapper(name)
     assert_equal_in_every_schedule(model, Decoder(model))
     source = ModelSource(wrapper_folders(name))
@@ -46,7 +42,7 @@ def test_unsupported_multimodal_models_are_rejected(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "gemma3"])
-def test_offload_gives_same_tokens(name: str, wrapper_folders: Callable[[str], Path]) -> None:
+def test_offload_gives_same_tokens(name: str, wrapper_folders: Folders) -> None:
     prompts, params = mixed_requests(6)
     prompts = [[i for i in ids if i != PLACEHOLDER] for ids in prompts]
     expected = generated(LLM(wrapper_folders(name)), prompts, params)
@@ -68,7 +64,7 @@ def test_attention_chunk_sizes_up_to_beyond_max_length_match_module(size: int) -
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "qwen3_5"])
-def test_image_inputs_are_rejected(name: str, wrapper_folders: Callable[[str], Path]) -> None:
+def test_image_inputs_are_rejected(name: str, wrapper_folders: Folders) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:"}}
     with LLM(wrapper_folders(name)) as llm:
         with pytest.raises(NotSupported, match=f"id {PLACEHOLDER} is the model's image_token"):

@@ -36,6 +36,7 @@ from support.requests_mixed import (
     resident_facts,
 )
 from support.stages import ThreadHost, ThreadHosts, check_threads_end, num_threads, serving, staged
+from support.toys import Folders
 from verbatim import LLM, Cluster, InvalidRequest, NotSupported, SamplingParams, StageFailed
 from verbatim.compat import megatron
 from verbatim.compat.megatron import DynamicInferenceRequest
@@ -63,7 +64,7 @@ FAST = {("qwen3_moe", "bfloat16")}
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return toys.saver(tmp_path_factory, lambda name: toys.make_toy(name, **MODELS[name]))
 
 
@@ -76,12 +77,9 @@ def clustered(folder: Path, hosts: ThreadHosts | None = None, **settings: Any) -
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    slow_but(FAST, itertools.product(MODELS, ("float32", "bfloat16"))),
+    ("name", "dtype"), slow_but(FAST, itertools.product(MODELS, ("float32", "bfloat16")))
 )
-def test_any_number_of_stages_gives_same_tokens(
-    name: str, dtype: str, saved: Callable[[str], Path]
-) -> None:
+def test_any_number_of_stages_gives_same_tokens(name: str, dtype: str, saved: Folders) -> None:
     expected = resident_facts(saved(name), dtype=dtype)
     for stages in (1, 2, 3, 5):
         with clustered(saved(name), stages=stages, dtype=dtype) as llm:
@@ -92,7 +90,7 @@ def test_any_number_of_stages_gives_same_tokens(
             assert mixed_facts(llm) == expected, options
 
 
-def test_routing_is_recorded_and_replayed_across_stages(saved: Callable[[str], Path]) -> None:
+def test_routing_is_recorded_and_replayed_across_stages(saved: Folders) -> None:
     prompts = [toys.random_ids(30, seed) for seed in range(3)]
     record = SamplingParams(max_tokens=6, seed=4, record_routing=True)
     with LLM(saved("qwen3_moe"), kv_memory="1MB") as llm:
@@ -165,12 +163,9 @@ FAST_KILLS = {(0, "begin"), (2, "prefill"), (1, "small-blocks"), (1, "few-bits")
 
 
 @pytest.mark.parametrize(
-    ("place", "moment"),
-    slow_but(FAST_KILLS, itertools.product(range(3), MOMENTS)),
+    ("place", "moment"), slow_but(FAST_KILLS, itertools.product(range(3), MOMENTS))
 )
-def test_killed_stage_is_replaced_with_same_tokens(
-    place: int, moment: str, saved: Callable[[str], Path]
-) -> None:
+def test_killed_stage_is_replaced_with_same_tokens(place: int, moment: str, saved: Folders) -> None:
     """The requests are mixed and include beam search."""
     batch, options = MOMENTS[moment]
     expected = resident_facts(saved("qwen3_moe"), kv_dtype=options.get("kv_dtype", "auto"))
@@ -189,9 +184,7 @@ def test_killed_stage_is_replaced_with_same_tokens(
     check_threads_end(threads)
 
 
-def test_stages_lost_together_in_turn_and_during_recovery_are_replaced(
-    saved: Callable[[str], Path],
-) -> None:
+def test_stages_lost_together_in_turn_and_during_recovery_are_replaced(saved: Folders) -> None:
     expected = resident_facts(saved("gpt2"))
     hosts = ThreadHosts()
     with clustered(saved("gpt2"), hosts, max_batch_tokens=50) as llm:
@@ -221,7 +214,7 @@ CUT = pytest.param(
 
 @pytest.mark.parametrize("how", ["hangs", "silent", "hangs up", "garbles", CUT])
 def test_hung_or_disconnected_stage_is_replaced(
-    how: str, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    how: str, saved: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`silent` answers no ping, like a stopped process. The last three break the connection between stages 0
     and 1; with `cut`, both still reach the head."""
@@ -267,9 +260,7 @@ def drop_all(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, attach_filter, described)
 
 
-def test_slow_stage_is_not_declared_lost(
-    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_stage_is_not_declared_lost(saved: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile the previous stage can't send to it."""
     monkeypatch.setattr(links, "_SEND_TIMEOUT_S", 1.0)
     expected = resident_facts(saved("gpt2"), 5)
@@ -282,9 +273,7 @@ def test_slow_stage_is_not_declared_lost(
         assert serving(llm) == before
 
 
-def test_stage_loss_without_replacement_fails_requests_until_a_host_is_back(
-    saved: Callable[[str], Path],
-) -> None:
+def test_stage_loss_without_replacement_fails_requests_until_a_host_is_back(saved: Folders) -> None:
     prompt, params = toys.random_ids(20, 1), SamplingParams(max_tokens=8, seed=3)
     (expected,) = generated(LLM(saved("gpt2")), [prompt], params)
     hosts = ThreadHosts()
@@ -305,7 +294,7 @@ def test_stage_loss_without_replacement_fails_requests_until_a_host_is_back(
         assert llm.stats()["blocks_used"] <= 2
 
 
-def test_restarts_are_limited_by_max_restarts(saved: Callable[[str], Path]) -> None:
+def test_restarts_are_limited_by_max_restarts(saved: Folders) -> None:
     hosts, params = ThreadHosts(), SamplingParams(max_tokens=8, ignore_eos=True)
     with clustered(saved("gpt2"), hosts, max_restarts=2) as llm:
         hosts.on_start = lambda host: at_batch(host, 0, kill)
@@ -333,7 +322,7 @@ def test_restarts_are_limited_by_max_restarts(saved: Callable[[str], Path]) -> N
         assert len(calls) == 4
 
 
-def test_ctrl_c_while_sending_work_loses_no_stage(saved: Callable[[str], Path]) -> None:
+def test_ctrl_c_while_sending_work_loses_no_stage(saved: Folders) -> None:
     with clustered(saved("gpt2")) as llm:
         before, member = serving(llm), llm.engine.runner.group.members[1]
         send = member.send
@@ -351,7 +340,7 @@ def test_ctrl_c_while_sending_work_loses_no_stage(saved: Callable[[str], Path]) 
         assert serving(llm) == before
 
 
-def test_ctrl_c_during_recovery_leaves_engine_usable(saved: Callable[[str], Path]) -> None:
+def test_ctrl_c_during_recovery_leaves_engine_usable(saved: Folders) -> None:
     expected = resident_facts(saved("gpt2"), 5)
     hosts = ThreadHosts()
     with clustered(saved("gpt2"), hosts) as llm:
@@ -377,7 +366,7 @@ def test_ctrl_c_during_recovery_leaves_engine_usable(saved: Callable[[str], Path
             assert all_facts(llm.generate(prompts, params)) == expected
 
 
-def test_lost_kv_cache_is_recomputed_in_one_forward(saved: Callable[[str], Path]) -> None:
+def test_lost_kv_cache_is_recomputed_in_one_forward(saved: Folders) -> None:
     prompt, params = toys.random_ids(60, 1), SamplingParams(max_tokens=9, seed=3)
     with clustered(saved("gpt2")) as llm:
         first, _, last = serving(llm)
@@ -392,9 +381,7 @@ def test_lost_kv_cache_is_recomputed_in_one_forward(saved: Callable[[str], Path]
 # Stage losses at critical moments.
 
 
-def test_stage_lost_as_waiting_samples_finish_gives_same_result(
-    saved: Callable[[str], Path],
-) -> None:
+def test_stage_lost_as_waiting_samples_finish_gives_same_result(saved: Folders) -> None:
     prompt = toys.random_ids(6, 2)
     params = SamplingParams(max_tokens=1, seed=2, n=3, record_routing=True)
     expected = generated(LLM(saved("qwen3_moe")), [prompt], params)
@@ -405,9 +392,7 @@ def test_stage_lost_as_waiting_samples_finish_gives_same_result(
         assert len(calls) == 3 + 2  # the last two are requested again
 
 
-def test_abort_after_stage_loss_returns_tokens_without_routing(
-    saved: Callable[[str], Path],
-) -> None:
+def test_abort_after_stage_loss_returns_tokens_without_routing(saved: Folders) -> None:
     prompt, params = (
         toys.random_ids(20, 1),
         SamplingParams(max_tokens=4, seed=3, record_routing=True),
@@ -428,9 +413,7 @@ def test_abort_after_stage_loss_returns_tokens_without_routing(
         assert all_facts(llm.generate([prompt], params)) == expected
 
 
-def test_stage_lost_between_megatron_steps_keeps_tokens_and_routing(
-    saved: Callable[[str], Path],
-) -> None:
+def test_stage_lost_between_megatron_steps_keeps_tokens_and_routing(saved: Folders) -> None:
     """If a step's routing is lost, its tokens are returned with those of the next step."""
 
     def run(number: int) -> tuple[list[int], list[Any], int]:
@@ -456,9 +439,7 @@ def test_stage_lost_between_megatron_steps_keeps_tokens_and_routing(
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_stage_lost_during_logits_processor_or_peek_is_replaced(
-    place: int, saved: Callable[[str], Path]
-) -> None:
+def test_stage_lost_during_logits_processor_or_peek_is_replaced(place: int, saved: Folders) -> None:
     prompts = [toys.random_ids(20 + i, i) for i in range(2)]
     params = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
     expected = generated(LLM(saved("gpt2")), prompts, params)
@@ -486,9 +467,7 @@ def test_stage_lost_during_logits_processor_or_peek_is_replaced(
         llm.engine.dummy_forward()
 
 
-def test_peek_recomputes_lost_kv_cache_before_it_returns(
-    saved: Callable[[str], Path],
-) -> None:
+def test_peek_recomputes_lost_kv_cache_before_it_returns(saved: Folders) -> None:
     prompts = [toys.random_ids(60 + i, i) for i in range(2)]
     params = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
     expected = generated(LLM(saved("gpt2")), prompts, params)
@@ -508,7 +487,7 @@ def test_peek_recomputes_lost_kv_cache_before_it_returns(
         assert [len(request.sequences[0].output_ids) for request in requests] == drawn
 
 
-def test_stage_lost_during_sleep_gives_same_tokens_after_wake(saved: Callable[[str], Path]) -> None:
+def test_stage_lost_during_sleep_gives_same_tokens_after_wake(saved: Folders) -> None:
     prompt, params = toys.random_ids(20, 1), SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
     with LLM(saved("gpt2")) as llm:
         expected = llm.generate([prompt], params)[0].outputs[0].token_ids
@@ -532,7 +511,7 @@ def test_stage_lost_during_sleep_gives_same_tokens_after_wake(saved: Callable[[s
 
 
 def test_stage_unreachable_from_the_previous_one_is_replaced(
-    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    saved: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = resident_facts(saved("gpt2"), 5)
     connect, tried = stage_share.connect, []
@@ -550,7 +529,7 @@ def test_stage_unreachable_from_the_previous_one_is_replaced(
         assert llm.stats()["cluster"]["restarts"] == 2
 
 
-def test_micro_batch_error_with_delayed_report_is_raised(saved: Callable[[str], Path]) -> None:
+def test_micro_batch_error_with_delayed_report_is_raised(saved: Folders) -> None:
     """The report of the error is delayed."""
 
     def fail(host: ThreadHost, batch: Any) -> None:
@@ -568,7 +547,7 @@ def test_micro_batch_error_with_delayed_report_is_raised(saved: Callable[[str], 
 
 
 def test_changed_checkpoint_is_detected_on_wake_and_stage_replacement(
-    saved: Callable[[str], Path], tmp_path: Path
+    saved: Folders, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(saved("gpt2"), tmp_path / "model")
     (file,) = folder.glob("*.safetensors")
@@ -604,7 +583,7 @@ def test_changed_checkpoint_is_detected_on_wake_and_stage_replacement(
 # Moving layers.
 
 
-def test_layers_move_between_stages_during_generation(saved: Callable[[str], Path]) -> None:
+def test_layers_move_between_stages_during_generation(saved: Folders) -> None:
     prompt, params = toys.random_ids(30, 1), SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
     with LLM(saved("qwen3_moe")) as llm:
         expected = llm.generate([prompt], params)[0].outputs[0].token_ids
@@ -626,7 +605,7 @@ def test_layers_move_between_stages_during_generation(saved: Callable[[str], Pat
         llm.rebalance()
 
 
-def test_joining_machine_receives_a_stage_between_requests(saved: Callable[[str], Path]) -> None:
+def test_joining_machine_receives_a_stage_between_requests(saved: Folders) -> None:
     expected = resident_facts(saved("gpt2"), 5)
     hosts = ThreadHosts("one")
     with clustered(saved("gpt2"), hosts) as llm:
@@ -639,9 +618,7 @@ def test_joining_machine_receives_a_stage_between_requests(saved: Callable[[str]
         assert llm.stats()["cluster"]["restarts"] == 0
 
 
-def test_next_joining_machine_receives_a_stage_after_one_fails(
-    saved: Callable[[str], Path],
-) -> None:
+def test_next_joining_machine_receives_a_stage_after_one_fails(saved: Folders) -> None:
     expected = resident_facts(saved("gpt2"), 5)
     hosts = ThreadHosts("one")
     with clustered(saved("gpt2"), hosts) as llm:
@@ -655,7 +632,7 @@ def test_next_joining_machine_receives_a_stage_after_one_fails(
 
 
 def test_stage_too_large_for_any_machine_is_split(
-    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    saved: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = resident_facts(saved("qwen3_moe"))
     hosts = ThreadHosts()
@@ -711,7 +688,7 @@ def test_processes_on_one_device_share_its_kv_budget() -> None:
 
 
 def test_stages_of_one_machine_share_its_memory_under_any_names(
-    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    saved: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = 10_000_000
     monkeypatch.setattr("verbatim.model.device.available_memory", lambda: memory)
@@ -729,7 +706,7 @@ def test_range_of_layers_is_divided_over_stages() -> None:
 
 
 def test_machines_with_different_numerics_version_or_model_are_rejected(
-    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    saved: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = iter(["cpu/a", "cpu/b", "cpu/a"])
     monkeypatch.setattr(stage_share, "key_of", lambda *args: next(keys))
@@ -748,7 +725,7 @@ def test_machines_with_different_numerics_version_or_model_are_rejected(
         clustered(saved("gpt2"))
 
 
-def test_invalid_cluster_placements_are_rejected(saved: Callable[[str], Path]) -> None:
+def test_invalid_cluster_placements_are_rejected(saved: Folders) -> None:
     folder = saved("gpt2")
     with pytest.raises(InvalidRequest, match=r"stages=7: the model can be cut into 6"):
         clustered(folder, stages=7)
@@ -783,9 +760,7 @@ def test_invalid_cluster_placements_are_rejected(saved: Callable[[str], Path]) -
     assert all(host.killed for host in hosts.hosts)
 
 
-def test_stage_lost_after_weight_update_requires_another_update(
-    saved: Callable[[str], Path],
-) -> None:
+def test_stage_lost_after_weight_update_requires_another_update(saved: Folders) -> None:
     """A stage lost during the update itself is replaced, because its weights are sent again."""
     new = toys.make_toy("llama", seed=7, **MODELS["llama"])
     right = generated(LLM(new, max_length=200), *mixed_requests(5))
@@ -817,9 +792,7 @@ def test_stage_lost_after_weight_update_requires_another_update(
         assert mixed_facts(llm, 5) == right
 
 
-def test_stage_lost_before_new_weights_are_written_leaves_the_old_ones(
-    saved: Callable[[str], Path],
-) -> None:
+def test_stage_lost_before_new_weights_are_written_leaves_the_old_ones(saved: Folders) -> None:
     new, expected = (
         toys.make_toy("llama", seed=7, **MODELS["llama"]),
         resident_facts(saved("llama"), 5),
@@ -836,7 +809,7 @@ def test_stage_lost_before_new_weights_are_written_leaves_the_old_ones(
         assert mixed_facts(llm, 5) == expected
 
 
-def test_explicit_layers_per_stage_are_used(saved: Callable[[str], Path]) -> None:
+def test_explicit_layers_per_stage_are_used(saved: Folders) -> None:
     expected = resident_facts(saved("llama"), 5)
     with clustered(saved("llama"), stages=None, layers=(1, 4, 1), num_threads=1) as llm:
         assert [stage["layers"] for stage in llm.info()["stages"]] == [[0, 1], [1, 5], [5, 6]]
@@ -861,7 +834,7 @@ def test_explicit_layers_per_stage_are_used(saved: Callable[[str], Path]) -> Non
         assert one["weight_bytes"] == other["weight_bytes"]
 
 
-def test_killed_stage_with_preemptions_gives_same_tokens(saved: Callable[[str], Path]) -> None:
+def test_killed_stage_with_preemptions_gives_same_tokens(saved: Folders) -> None:
     expected = resident_facts(saved("gpt2"))
     with LLM(saved("gpt2")) as llm:
         per_token = llm.info()["kv_bytes_per_token"]
@@ -954,9 +927,7 @@ def test_drafts_match_one_process_after_stage_loss_sleep_and_move(
         assert stats["draft"]["errors"] > 0 and stats["cluster"]["restarts"] == 1
 
 
-def test_model_error_fails_requests_but_keeps_stages(
-    saved: Callable[[str], Path],
-) -> None:
+def test_model_error_fails_requests_but_keeps_stages(saved: Folders) -> None:
     def fail(host: ThreadHost, batch: Any) -> None:
         raise ZeroDivisionError("in a stage")
 
@@ -979,7 +950,7 @@ def test_model_error_fails_requests_but_keeps_stages(
         assert serving(llm) == before and llm.stats()["cluster"]["restarts"] == 0
 
 
-def test_stage_lost_while_step_is_committed_gives_same_tokens(saved: Callable[[str], Path]) -> None:
+def test_stage_lost_while_step_is_committed_gives_same_tokens(saved: Folders) -> None:
     """The step's tokens are committed for some sequences and not yet for others."""
     prompts = [toys.random_ids(20 + i, i) for i in range(4)]
     params = [

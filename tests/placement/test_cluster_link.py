@@ -385,9 +385,7 @@ def test_stage_rejects_unexpected_messages(stage: StageShare) -> None:
     head.close()
 
 
-def test_failed_spare_is_replaced_by_next_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_failed_spare_is_replaced_by_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     spares = [RankHost(number, ("127.0.0.1", 1), b"key") for number in range(4)]
     hosts, lost = Hosts(KEY, spares), spares[::2]
 

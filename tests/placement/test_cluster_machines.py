@@ -17,10 +17,7 @@ from support.network import Network, why_not
 from support.programs import VERBATIM
 from verbatim import LLM, SamplingParams
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 ROOT = Path(verbatim.__file__).parents[1]  # from where this process imports it
 PORT = 6379

@@ -16,6 +16,7 @@ import pytest
 from support import toys
 from support.programs import PATIENCE_S, started, state_of, until
 from support.requests_mixed import mixed_facts, resident_facts
+from support.toys import Folders
 from verbatim import LLM, Cluster, SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -38,7 +39,7 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(folders: Callable[..., Path]) -> Path:
+def folder(folders: Folders) -> Path:
     return folders("qwen3_moe", num_hidden_layers=6)
 
 

@@ -337,8 +337,7 @@ FAST = {("ernie", "bfloat16"), ("packed", "auto")}
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    slow_but(FAST, itertools.product(KINDS, ("auto", "bfloat16"))),
+    ("kind", "dtype"), slow_but(FAST, itertools.product(KINDS, ("auto", "bfloat16")))
 )
 def test_every_placement_gives_same_tokens(kind: str, dtype: str, tmp_path: Path) -> None:
     fields = KINDS[kind]
@@ -828,8 +827,7 @@ def test_metadata_with_names_outside_allowlist_is_rejected(
 
 @pytest.mark.parametrize("state", ["}\x8c\x01xK\x01s", "N}\x8c\x01xK\x01s\x86"])
 @pytest.mark.parametrize(
-    "name",
-    ["torch.distributed.checkpoint.metadata\nMetadata", "torch\nSize", "torch\nfloat32"],
+    "name", ["torch.distributed.checkpoint.metadata\nMetadata", "torch\nSize", "torch\nfloat32"]
 )
 def test_metadata_cannot_set_class_attributes(tmp_path: Path, name: str, state: str) -> None:
     # BUILD on a named object itself, rather than on an instance, would set attributes of a class.

@@ -190,11 +190,7 @@ def test_hook_may_use_another_engine_only_if_it_is_idle() -> None:
         stepping, go_on = threading.Event(), threading.Event()
 
         def use_the_other(*_: Any) -> None:
-            calls = (
-                lambda: greedy(b),
-                b.stats,
-                lambda: asyncio.run(b.agenerate(PROMPT, GREEDY)),
-            )
+            calls = (lambda: greedy(b), b.stats, lambda: asyncio.run(b.agenerate(PROMPT, GREEDY)))
             for call in calls:
                 try:
                     results.append(call())

@@ -23,13 +23,8 @@ from support import toys
 from support.mtp_toys import save_with_mtp, toy
 from support.pairwise import parametrize_combinations
 from support.programs import run_program
-from support.requests_mixed import (
-    all_facts,
-    generated,
-    mixed_facts,
-    mixed_requests,
-    resident_facts,
-)
+from support.requests_mixed import all_facts, generated, mixed_facts, mixed_requests, resident_facts
+from support.toys import Folders
 from verbatim import (
     LLM,
     EngineClosed,
@@ -87,7 +82,7 @@ def offloaded(folder: Path, dtype: str = "float32", **settings: Any) -> LLM:
     name=ARCHITECTURES, dtype=["float32", "bfloat16"], weights=WEIGHTS, overlap=[True, False]
 )
 def test_weights_on_any_tier_give_same_tokens(
-    name: str, dtype: str, weights: Any, overlap: bool, folders: Callable[[str], Path]
+    name: str, dtype: str, weights: Any, overlap: bool, folders: Folders
 ) -> None:
     with offloaded(folders(name), dtype, weights=weights, overlap=overlap) as llm:
         assert mixed_facts(llm) == resident_facts(folders(name), dtype=dtype)
@@ -129,9 +124,7 @@ def streamed_bytes(runner: Any) -> int:
     return sum(use.nbytes for use in runner.weights._streamed.values())
 
 
-def test_weights_are_read_once_per_step_for_all_micro_batches(
-    folders: Callable[[str], Path],
-) -> None:
+def test_weights_are_read_once_per_step_for_all_micro_batches(folders: Folders) -> None:
     prompts = [toys.random_ids(6, i, high=toys.VOCAB) for i in range(8)]
     for batch_size, micro_batches in ((8, 1), (2, 4), (1, 8)):
         with offloaded(
@@ -145,9 +138,7 @@ def test_weights_are_read_once_per_step_for_all_micro_batches(
             assert 0 < rows < 0.5 * per_forward
 
 
-def test_prefetched_units_are_never_discarded(
-    folders: Callable[[str], Path],
-) -> None:
+def test_prefetched_units_are_never_discarded(folders: Folders) -> None:
     """No prefetched unit is discarded, so the reads exceed those of the forwards by at most one forward."""
     with offloaded(folders("llama")) as llm:
         runner: Any = llm.engine.runner
@@ -162,7 +153,7 @@ def test_prefetched_units_are_never_discarded(
     ("name", "kinds"), [("llama", 1), ("mixtral", 1), ("deepseek_v3", 2), ("qwen3_next", 2)]
 )
 def test_layers_run_fused_and_one_of_each_kind_is_read_for_trial(
-    name: str, kinds: int, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    name: str, kinds: int, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = list[str]()
     patched = Weights.patched
@@ -193,7 +184,7 @@ def test_layers_run_fused_and_one_of_each_kind_is_read_for_trial(
 
 
 def test_read_error_in_layer_trial_is_raised(
-    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: Any) -> Any:
         raise TierFailed("disk: I/O error")
@@ -206,7 +197,7 @@ def test_read_error_in_layer_trial_is_raised(
 # ---- opening, updates and sleep
 
 
-def test_offloaded_module_holds_no_second_copy_of_weights(folders: Callable[[str], Path]) -> None:
+def test_offloaded_module_holds_no_second_copy_of_weights(folders: Folders) -> None:
     with offloaded(folders("llama")) as llm:
         runner: Any = llm.engine.runner
         held = {slot.name for slot in runner.weights.units.resident}
@@ -216,7 +207,7 @@ def test_offloaded_module_holds_no_second_copy_of_weights(folders: Callable[[str
         assert llm.info()["parameters"] == sum(p.numel() for p in runner.module.parameters())
 
 
-def test_unsupported_offloads_are_rejected(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_unsupported_offloads_are_rejected(folders: Folders, tmp_path: Path) -> None:
     with pytest.raises(NotSupported, match="a live module"):
         LLM(toys.make_toy("llama"), placement=Offload(gpu=BUDGET))
     with pytest.raises(NotSupported, match="must be None, an Offload"):
@@ -245,7 +236,7 @@ def test_updates_and_sleep_give_tokens_of_resident_model(
     name: str,
     quantization: str | None,
     weights: Any,
-    folders: Callable[..., Path],
+    folders: Folders,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     both = folders(name), folders(name, seed=1)
@@ -275,7 +266,7 @@ def test_updates_and_sleep_give_tokens_of_resident_model(
 
 
 def test_quantized_weights_outside_layers_stay_quantized(
-    folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folders("llama")
     expected = resident_facts(folder, 5, quantization="int8")
@@ -293,7 +284,7 @@ def test_quantized_weights_outside_layers_stay_quantized(
 
 
 def test_failed_update_keeps_old_weights_or_requires_another(
-    folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = folders("llama"), folders("llama", seed=1)
     size = (first / "model.safetensors").stat().st_size
@@ -332,7 +323,7 @@ def test_failed_update_keeps_old_weights_or_requires_another(
 
 
 def test_failed_write_of_new_weights_frees_their_file(
-    folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, new = folders("llama"), load_file(folders("llama", seed=1) / "model.safetensors")
     with offloaded(first, weights=(30, 40, 30)) as llm:
@@ -346,7 +337,7 @@ def test_failed_write_of_new_weights_frees_their_file(
 
 
 def test_ctrl_c_during_update_completes_the_update(
-    folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = folders("llama"), folders("llama", seed=1)
     with LLM(second, dtype="float32", max_length=200) as llm:
@@ -372,7 +363,7 @@ def test_ctrl_c_during_update_completes_the_update(
         assert signals and mixed_facts(llm, 5) == expected
 
 
-def test_failed_wake_leaves_engine_asleep(folders: Callable[..., Path], tmp_path: Path) -> None:
+def test_failed_wake_leaves_engine_asleep(folders: Folders, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(folders("llama"), folder)
     with offloaded(folder, weights=(30, 40, 30)) as llm:
@@ -386,9 +377,7 @@ def test_failed_wake_leaves_engine_asleep(folders: Callable[..., Path], tmp_path
         assert mixed_facts(llm, 5) == expected
 
 
-def test_sleep_beyond_disk_limit_fails_and_keeps_engine_awake(
-    folders: Callable[..., Path],
-) -> None:
+def test_sleep_beyond_disk_limit_fails_and_keeps_engine_awake(folders: Folders) -> None:
     tiers = Offload(gpu=BUDGET, weights=(100, 0, 0), disk_limit=PAGE)
     with LLM(folders("llama"), max_length=200, quantization="int8", placement=tiers) as llm:
         files, expected = unnamed_files(), mixed_facts(llm, 5)
@@ -499,10 +488,7 @@ def _nothing_runs_on(thread_names: set[str]) -> Iterator[None]:
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "inline"])
 def test_read_error_closes_engine_and_returns_finished_results(
-    overlap: bool,
-    folders: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    overlap: bool, folders: Folders, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     llm = offloaded(folders("llama"), overlap=overlap, disk=tmp_path)
     plain, failing = os.preadv, threading.Event()
@@ -647,7 +633,7 @@ def test_weight_files_are_chosen_as_by_transformers(tmp_path: Path) -> None:
 
 
 def test_collected_llm_leaves_no_threads_or_descriptors(
-    folders: Callable[[str], Path], thread_names: set[str]
+    folders: Folders, thread_names: set[str]
 ) -> None:
     gc.collect()  # garbage of other tests
     fds = len(os.listdir("/proc/self/fd"))
@@ -660,14 +646,12 @@ def test_collected_llm_leaves_no_threads_or_descriptors(
     assert len(os.listdir("/proc/self/fd")) <= fds
 
 
-def test_failed_draft_opening_leaves_no_threads(
-    folders: Callable[[str], Path],
-) -> None:
+def test_failed_draft_opening_leaves_no_threads(folders: Folders) -> None:
     with pytest.raises(ModelError):
         offloaded(folders("llama"), kv=(0, 0, 100), draft="/nonexistent")
 
 
-def test_generate_in_forked_child_raises_engine_closed(folders: Callable[[str], Path]) -> None:
+def test_generate_in_forked_child_raises_engine_closed(folders: Folders) -> None:
     with offloaded(folders("llama"), kv=(0, 0, 100)) as llm:
         (expected,) = llm.generate([[5, 6]], GREEDY)
         read, write = os.pipe()
@@ -688,14 +672,14 @@ def test_generate_in_forked_child_raises_engine_closed(folders: Callable[[str], 
         os.close(write)
 
 
-def test_batches_beyond_max_sequences_are_rejected(folders: Callable[[str], Path]) -> None:
+def test_batches_beyond_max_sequences_are_rejected(folders: Folders) -> None:
     with pytest.raises(
         InvalidRequest, match="make 600 concurrent sequences, more than max_sequences=256"
     ):
         offloaded(folders("llama"), batch_size=100, micro_batches=6)
 
 
-def test_prompt_longer_than_workload_is_served(folders: Callable[[str], Path]) -> None:
+def test_prompt_longer_than_workload_is_served(folders: Folders) -> None:
     prompt = toys.random_ids(150, 1, high=toys.VOCAB)
     with offloaded(folders("llama"), workload=(8, 4), weights=None) as llm:
         assert len(llm.generate([prompt], GREEDY)[0].outputs[0].token_ids) == 5
@@ -703,10 +687,7 @@ def test_prompt_longer_than_workload_is_served(folders: Callable[[str], Path]) -
 
 @pytest.mark.parametrize("after", [0, 3, 9, 12])
 def test_read_error_while_opening_leaves_no_files(
-    after: int,
-    folders: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    after: int, folders: Folders, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fds, plain, left = len(os.listdir("/proc/self/fd")), DirectFile.read, [after]
 
@@ -723,16 +704,12 @@ def test_read_error_while_opening_leaves_no_files(
     assert list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) <= fds
 
 
-def test_unwritable_disk_folder_is_named_in_error(
-    folders: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_unwritable_disk_folder_is_named_in_error(folders: Folders, tmp_path: Path) -> None:
     with pytest.raises(TierFailed, match=r"can't write to the folder .*nowhere"):
         offloaded(folders("llama"), disk=tmp_path / "nowhere", kv=(0, 0, 100))
 
 
-def test_close_releases_descriptors_and_memory(
-    folders: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_close_releases_descriptors_and_memory(folders: Folders, tmp_path: Path) -> None:
     fds = len(os.listdir("/proc/self/fd"))
     llm = offloaded(folders("llama"), disk=tmp_path, kv=(0, 0, 100), activations=(0, 0, 100))
     runner: Any = llm.engine.runner
@@ -750,9 +727,7 @@ def test_close_releases_descriptors_and_memory(
 # ---- the trace
 
 
-def test_trace_has_spans_of_reads_and_computation(
-    folders: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_trace_has_spans_of_reads_and_computation(folders: Folders, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with offloaded(folders("llama"), trace=path) as llm:
         llm.generate([[5, 6, 7], [8]], GREEDY)
@@ -768,7 +743,7 @@ def test_trace_has_spans_of_reads_and_computation(
 
 @pytest.mark.parametrize("path", ["nowhere/trace.json", "", "."])
 def test_unwritable_trace_path_is_rejected_at_open(
-    path: str, folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: str, folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidRequest, match="trace="):
@@ -776,7 +751,7 @@ def test_unwritable_trace_path_is_rejected_at_open(
 
 
 def test_trace_follows_symlink_and_keeps_other_files(
-    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "to").mkdir()
     (tmp_path / "trace.json").symlink_to(tmp_path / "to" / "there.json")
@@ -925,11 +900,7 @@ def test_micro_batches_respect_their_limits(max_sequences: int, max_rows: int) -
     weights=[(0, 0, 100), (40, 0, 60)],
 )
 def test_lm_head_in_pieces_gives_same_tokens(
-    name: str,
-    dtype: str,
-    weights: Any,
-    folders: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, dtype: str, weights: Any, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One model has a separate LM head; the heads of two are tied to the embedding."""
     folder = folders(name)
@@ -964,7 +935,7 @@ def test_changed_file_with_only_the_lm_head_is_detected(
 
 
 def test_sampling_few_rows_at_a_time_gives_same_tokens(
-    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folders("llama")
     expected = resident_facts(folder)
@@ -979,7 +950,7 @@ def test_sampling_few_rows_at_a_time_gives_same_tokens(
 
 
 def test_ctrl_c_during_embedding_lookup_raises_keyboard_interrupt(
-    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = resident_facts(folders("llama"), 4)
     with offloaded(folders("llama")) as llm:
@@ -1022,7 +993,7 @@ threading.Thread(target=speak_later).start()
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_threads_and_atexit_generate_after_main_thread_has_ended(
-    name: str, folders: Callable[[str], Path]
+    name: str, folders: Folders
 ) -> None:
     first, second = run_program("-W", "ignore", "-c", _AFTER_MAIN, folders(name)).splitlines()
     assert first == second

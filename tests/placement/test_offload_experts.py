@@ -6,7 +6,6 @@ import gc
 import os
 import time
 import weakref
-from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from support import sweep, toys
 from support.pairwise import parametrize_combinations
 from support.requests_mixed import mixed_facts, resident_facts
+from support.toys import Folders
 from verbatim import LLM, Offload, SamplingParams, TierFailed, kernels
 from verbatim.batch import Batch
 from verbatim.model.experts import run_experts
@@ -46,7 +46,7 @@ FORMS = ("qwen3_moe", "gpt_oss", "dbrx", "granitemoe", "longcat_flash")
 
 
 @pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return toys.saver(tmp_path_factory, sweep.build)
 
 
@@ -107,7 +107,7 @@ def reads_asked_of(cache: ExpertCache) -> list[int]:
     settings=[{}, {"overlap": False}, {"weights": (30, 40, 30)}, {"weights": (60, 20, 20)}],
 )
 def test_offloaded_experts_give_tokens_of_resident_model(
-    name: str, quantization: str | None, settings: dict[str, Any], moe: Callable[[str], Path]
+    name: str, quantization: str | None, settings: dict[str, Any], moe: Folders
 ) -> None:
     with offloaded(moe(name), quantization=quantization, **settings) as llm:
         assert mixed_facts(llm, 9) == resident_facts(moe(name), 9, quantization=quantization)
@@ -118,7 +118,7 @@ def test_offloaded_experts_give_tokens_of_resident_model(
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_cache_of_one_expert_gives_same_tokens(
-    overlap: bool, moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    overlap: bool, moe: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = resident_facts(moe("qwen3_moe"), 9)
     monkeypatch.setattr(ExpertCache, "_divide_memory", _with_slots(1))
@@ -137,7 +137,7 @@ def _with_slots(count: int) -> Any:
 
 
 def test_offloaded_experts_without_kernels_give_same_tokens(
-    moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    moe: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "library", lambda: None)
     with LLM(moe("qwen3_moe"), max_length=200) as llm:
@@ -150,7 +150,7 @@ def test_offloaded_experts_without_kernels_give_same_tokens(
 # ---- reads
 
 
-def test_only_routed_experts_are_read_and_only_once(moe: Callable[[str], Path]) -> None:
+def test_only_routed_experts_are_read_and_only_once(moe: Folders) -> None:
     _, units = opened(moe("qwen3_moe"))
     layer = units.experts[0]
     each = layer.expert_bytes
@@ -175,7 +175,7 @@ def test_only_routed_experts_are_read_and_only_once(moe: Callable[[str], Path]) 
     cache.close()
 
 
-def test_frequently_used_experts_stay_cached(moe: Callable[[str], Path]) -> None:
+def test_frequently_used_experts_stay_cached(moe: Folders) -> None:
     """With memory for a quarter of the experts, frequently used ones are rarely read again."""
     layers, cache = cache_for(moe("qwen3_moe"), 0.25)
     noise = np.random.default_rng(0)
@@ -190,7 +190,7 @@ def test_frequently_used_experts_stay_cached(moe: Callable[[str], Path]) -> None
     cache.close()
 
 
-def test_cyclic_use_of_all_experts_keeps_cached_ones(moe: Callable[[str], Path]) -> None:
+def test_cyclic_use_of_all_experts_keeps_cached_ones(moe: Folders) -> None:
     """If every step uses every expert, the oldest one is needed next and must not be evicted."""
     layers, cache = cache_for(moe("qwen3_moe"), 0.75)
     reads = reads_asked_of(cache)
@@ -204,7 +204,7 @@ def test_cyclic_use_of_all_experts_keeps_cached_ones(moe: Callable[[str], Path])
     cache.close()
 
 
-def test_experts_of_next_layer_are_prefetched(moe: Callable[[str], Path]) -> None:
+def test_experts_of_next_layer_are_prefetched(moe: Folders) -> None:
     layers, cache = cache_for(
         moe("qwen3_moe"), 2 * opened(moe("qwen3_moe"))[1].experts[0].count, True
     )
@@ -223,7 +223,7 @@ def test_experts_of_next_layer_are_prefetched(moe: Callable[[str], Path]) -> Non
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_single_expert_is_sliced_from_every_storage_form(
-    name: str, dtype: torch.dtype, moe: Callable[[str], Path]
+    name: str, dtype: torch.dtype, moe: Folders
 ) -> None:
     _, units = opened(moe(name), dtype)
     assert units.experts
@@ -249,7 +249,7 @@ def test_rows_of_a_transposed_tensor_cannot_be_sliced() -> None:
 # ---- memory, errors and reports
 
 
-def test_larger_budget_caches_more_experts(moe: Callable[[str], Path]) -> None:
+def test_larger_budget_caches_more_experts(moe: Folders) -> None:
     held = []
     for gpu in ("900KB", "1100KB", "1400KB"):
         placement = Offload(gpu=gpu, policy=None, workload=(16, 8))
@@ -270,7 +270,7 @@ def test_larger_budget_caches_more_experts(moe: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize("quantization", [None, "int4"])
 def test_model_that_fits_in_memory_has_no_expert_cache(
-    quantization: str | None, moe: Callable[[str], Path]
+    quantization: str | None, moe: Folders
 ) -> None:
     """Its quantized experts are not unpacked, either."""
     expected = resident_facts(moe("qwen3_moe"), 9, quantization=quantization)
@@ -288,7 +288,7 @@ def test_model_that_fits_in_memory_has_no_expert_cache(
         assert all(b.untyped_storage().nbytes() <= 4 for b in held)
 
 
-def test_close_frees_the_expert_cache(moe: Callable[[str], Path]) -> None:
+def test_close_frees_the_expert_cache(moe: Folders) -> None:
     llm = offloaded(moe("qwen3_moe"))
     llm.generate([[5, 6, 7]] * 4, GREEDY)
     memory = [weakref.ref(t) for t in cache_of(llm).layers[0].pool._memory.values()]
@@ -297,7 +297,7 @@ def test_close_frees_the_expert_cache(moe: Callable[[str], Path]) -> None:
     assert all(ref() is None for ref in memory)
 
 
-def test_prefetch_does_not_evict_experts_of_the_running_layer(moe: Callable[[str], Path]) -> None:
+def test_prefetch_does_not_evict_experts_of_the_running_layer(moe: Folders) -> None:
     """With fewer slots than experts per layer, prefetching does not increase reads."""
     read = {}
     for ahead in (False, True):
@@ -315,7 +315,7 @@ def test_prefetch_does_not_evict_experts_of_the_running_layer(moe: Callable[[str
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_waiting_for_experts_counts_as_load_time(
-    overlap: bool, moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    overlap: bool, moe: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = DirectFile.read
 
@@ -334,9 +334,7 @@ def test_waiting_for_experts_counts_as_load_time(
         assert 0 <= found.compute_s <= seconds("compute weights") + seconds("make weights") - waited
 
 
-def test_other_parameters_of_experts_module_are_shared_by_cache(
-    moe: Callable[[str], Path],
-) -> None:
+def test_other_parameters_of_experts_module_are_shared_by_cache(moe: Folders) -> None:
     _, units = opened(moe("qwen3_moe"))
     layer = units.experts[0]
     layer.module.post_expert_norm = torch.nn.RMSNorm(64)
@@ -348,7 +346,7 @@ def test_other_parameters_of_experts_module_are_shared_by_cache(
 
 @pytest.mark.slow
 def test_failed_expert_read_leaves_cache_consistent(
-    moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    moe: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with offloaded(moe("qwen3_moe")) as llm:
         expected = mixed_facts(llm, 9)
@@ -369,7 +367,7 @@ def test_failed_expert_read_leaves_cache_consistent(
 
 
 def test_files_are_closed_when_the_expert_cache_fails_to_open(
-    moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    moe: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: Any, **__: Any) -> Any:
         raise MemoryError
@@ -384,7 +382,7 @@ def test_files_are_closed_when_the_expert_cache_fails_to_open(
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_expert_read_error_raises_tier_failed(
-    overlap: bool, moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    overlap: bool, moe: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = offloaded(moe("qwen3_moe"), overlap=overlap)
     module: Any = llm.engine.runner.module
@@ -400,7 +398,7 @@ def test_expert_read_error_raises_tier_failed(
 
 
 def test_ctrl_c_while_experts_run_leaves_cache_consistent(
-    moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    moe: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with offloaded(moe("qwen3_moe")) as llm:
         expected = mixed_facts(llm, 9)
@@ -421,7 +419,7 @@ def test_ctrl_c_while_experts_run_leaves_cache_consistent(
 
 
 @pytest.mark.slow
-def test_logits_are_freed_without_garbage_collection(moe: Callable[[str], Path]) -> None:
+def test_logits_are_freed_without_garbage_collection(moe: Folders) -> None:
     with offloaded(moe("qwen3_moe")) as llm:
         runner: Any = llm.engine.runner
         plain, size = runner.forward, runner.vocab_size

@@ -8,7 +8,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from support.requests_mixed import (
     press_ctrl_c,
     resident_facts,
 )
+from support.toys import Folders
 from verbatim import LLM, Offload, SamplingParams, TierFailed
 from verbatim.batch import AttentionBatch, Batch
 from verbatim.kernels.options import AttentionOptions
@@ -123,7 +124,7 @@ def test_kv_cache_and_hidden_states_on_any_tier_give_same_tokens(
     name: str,
     dtype: str,
     cases: list[dict[str, Any]],
-    folders: Callable[[str], Path],
+    folders: Folders,
     slow_disk: None,
     no_thread_left: None,
 ) -> None:
@@ -143,9 +144,7 @@ def test_kv_cache_and_hidden_states_on_any_tier_give_same_tokens(
     assert preempted, "the memory for K and V is too large to show evictions"
 
 
-def test_prefixes_on_disk_are_cached_until_sleep(
-    folders: Callable[[str], Path], no_thread_left: None
-) -> None:
+def test_prefixes_on_disk_are_cached_until_sleep(folders: Folders, no_thread_left: None) -> None:
     prompt = toys.random_ids(40, 1)
     with LLM(folders("mistral"), dtype="float32") as llm:
         expected = facts(llm.generate([prompt], GREEDY)[0])
@@ -164,7 +163,7 @@ def test_prefixes_on_disk_are_cached_until_sleep(
 @pytest.mark.parametrize("overlap", [True, False])
 def test_ctrl_c_during_forwards_does_not_change_tokens(
     overlap: bool,
-    folders: Callable[[str], Path],
+    folders: Folders,
     monkeypatch: pytest.MonkeyPatch,
     slow_disk: None,
     no_thread_left: None,
@@ -184,7 +183,7 @@ def test_ctrl_c_during_forwards_does_not_change_tokens(
     assert raised > 5
 
 
-def test_timings_without_overlap_are_positive(folders: Callable[[str], Path]) -> None:
+def test_timings_without_overlap_are_positive(folders: Folders) -> None:
     with offloaded(folders("gpt2"), kv=(0, 0, 100), activations=(0, 0, 100), overlap=False) as llm:
         mixed_facts(llm, 12)
         found, seconds = llm.engine.runner.timings(), llm.engine.runner.trace.seconds
@@ -280,7 +279,7 @@ def test_disk_error_is_raised_and_leaves_no_files(
     call: str,
     number: int,
     overlap: bool,
-    folders: Callable[[str], Path],
+    folders: Folders,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     no_thread_left: None,
@@ -317,10 +316,7 @@ def test_write_error_of_last_layer_is_raised(
 
 
 def test_full_disk_is_detected_at_open(
-    folders: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    no_thread_left: None,
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_thread_left: None
 ) -> None:
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -488,9 +484,7 @@ def test_chunks_with_more_than_top_k_keys_skip_exact_attention(
 
 
 @pytest.mark.slow
-def test_sparse_model_is_reported_and_gives_same_tokens_in_any_schedule(
-    folders: Callable[[str], Path],
-) -> None:
+def test_sparse_model_is_reported_and_gives_same_tokens_in_any_schedule(folders: Folders) -> None:
     exact = resident_facts(folders("gemma2"), 12)
     settings: dict[str, Any] = dict(attention_top_k=300, kv=(0, 0, 100))
     with offloaded(folders("gemma2"), **settings) as llm:

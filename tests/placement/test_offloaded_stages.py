@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from support.mtp_toys import save_with_mtp, toy
 from support.programs import until
 from support.requests_mixed import mixed_facts, resident_facts
 from support.stages import ThreadHosts, check_threads_end, num_threads, serving, staged
+from support.toys import Folders
 from verbatim import (
     LLM,
     Cluster,
@@ -38,7 +38,7 @@ def tiered(tiers: dict[str, Any], **settings: Any) -> Cluster:
 
 @pytest.mark.parametrize("tiers", [PARTLY, ON_DISK], ids=["partly", "disk"])
 def test_offloaded_stages_give_tokens_of_resident_model(
-    tiers: dict[str, Any], folders: Callable[..., Path]
+    tiers: dict[str, Any], folders: Folders
 ) -> None:
     with LLM(folders("llama"), placement=tiered(tiers, stages=3), max_length=200) as llm:
         assert mixed_facts(llm) == resident_facts(folders("llama"))
@@ -93,7 +93,7 @@ def test_lost_moved_sleeping_and_updated_stages_give_same_tokens(
     ids=["partly", "disk", "memory-int4", "memory-w8a8"],
 )
 def test_failed_update_keeps_old_weights(
-    tiers: dict[str, Any] | None, quantization: str, folders: Callable[..., Path]
+    tiers: dict[str, Any] | None, quantization: str, folders: Folders
 ) -> None:
     new = toys.make_toy("llama", seed=7)
     state = dict(new.state_dict())
@@ -115,9 +115,7 @@ def test_failed_update_keeps_old_weights(
         assert error in [stage["worst"] for stage in llm.info()["quantization"]["stages"]]
 
 
-def test_closing_a_stage_frees_file_of_weights_that_were_not_written(
-    folders: Callable[..., Path],
-) -> None:
+def test_closing_a_stage_frees_file_of_weights_that_were_not_written(folders: Folders) -> None:
     new = toys.make_toy("llama", seed=7).state_dict()
     with LLM(folders("llama"), max_length=200, placement=tiered(ON_DISK)) as llm:
         llm.engine.runner.new_weights(new, check_finite=False)
@@ -126,7 +124,7 @@ def test_closing_a_stage_frees_file_of_weights_that_were_not_written(
     assert not any(file.nbytes for file in files)
 
 
-def test_invalid_offloads_of_stages_are_rejected(folders: Callable[..., Path]) -> None:
+def test_invalid_offloads_of_stages_are_rejected(folders: Folders) -> None:
     with pytest.raises(InvalidRequest, match=r"offload='2GB'.*must be an Offload"):
         Cluster(offload="2GB")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=r"offload=2.*must be an Offload"):
@@ -140,7 +138,7 @@ def test_invalid_offloads_of_stages_are_rejected(folders: Callable[..., Path]) -
 
 
 def test_offloaded_layers_are_divided_by_memory_of_machines(
-    folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Because a machine with little memory would slow the others down."""
     hosts = ThreadHosts("small", "large")
@@ -161,7 +159,7 @@ def test_offloaded_layers_are_divided_by_memory_of_machines(
 
 
 @pytest.mark.slow
-def test_offloaded_pipeline_ranks_give_same_tokens(folders: Callable[..., Path]) -> None:
+def test_offloaded_pipeline_ranks_give_same_tokens(folders: Folders) -> None:
     placement = PipelineParallel(2, offload=Offload(cpu="30MB", kv=(0, 0, 100)))
     with LLM(folders("llama"), placement=placement, max_length=200) as llm:
         assert mixed_facts(llm) == resident_facts(folders("llama"))

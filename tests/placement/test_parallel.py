@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from support.programs import (
     until,
 )
 from support.requests_mixed import all_facts, generated, mixed_requests
+from support.toys import Folders
 from verbatim import (
     LLM,
     InvalidRequest,
@@ -52,9 +52,6 @@ from verbatim.placement.distributed.launcher import HOST
 from verbatim.placement.distributed.ranks import Following, RankHost
 from verbatim.placement.distributed.served import Served
 from verbatim.placement.distributed.tensor import RankGroup
-
-Folders = Callable[[str], Path]
-
 
 # ---- bit-identical slices
 
@@ -415,9 +412,7 @@ def test_ranks_with_different_kernels_are_rejected(
 
 
 @pytest.mark.slow
-def test_columns_are_split_without_kernels_and_give_same_tokens(
-    folders: Folders,
-) -> None:
+def test_columns_are_split_without_kernels_and_give_same_tokens(folders: Folders) -> None:
     script = (
         "import sys; from verbatim import LLM, TensorParallel\n"
         "from support.parallel_rank import fingerprint, mixed_requests\n"

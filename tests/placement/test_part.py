@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,15 +16,11 @@ from torch import Tensor
 from support import sweep, toys
 from support.requests_mixed import generated
 from support.stores import Sequences
+from support.toys import Folders
 from verbatim import LLM, Offload, SamplingParams
 from verbatim.api.source import open_model
 from verbatim.batch import Batch
-from verbatim.errors import (
-    EngineClosed,
-    ModelError,
-    TierFailed,
-    UnsupportedModel,
-)
+from verbatim.errors import EngineClosed, ModelError, TierFailed, UnsupportedModel
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import EarlyExit
@@ -181,9 +177,7 @@ def assert_cut_anywhere_it_is_the_same(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SOME)  # others below, in float32
-def test_model_cut_anywhere_is_bit_identical(
-    name: str, dtype: str, folders: Callable[[str], Path]
-) -> None:
+def test_model_cut_anywhere_is_bit_identical(name: str, dtype: str, folders: Folders) -> None:
     assert_cut_anywhere_it_is_the_same(*open_both(folders(name), dtype), hidden=True)
 
 
@@ -243,7 +237,7 @@ def test_layers_sharing_kv_stay_in_one_part_with_per_layer_inputs(
     assert_cut_anywhere_it_is_the_same(module, held(module))
 
 
-def test_hidden_states_may_be_strided_or_unaligned(folders: Callable[[str], Path]) -> None:
+def test_hidden_states_may_be_strided_or_unaligned(folders: Folders) -> None:
     """Received hidden states may start at an unaligned address, or be a slice of a wider buffer."""
     _, skeleton = open_both(folders("opt"))  # no norm before its layers
     split = Split(skeleton)
@@ -286,9 +280,7 @@ def test_part_reads_only_its_own_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_part_holds_memory_of_only_its_own_weights(
-    name: str, folders: Callable[[str], Path]
-) -> None:
+def test_part_holds_memory_of_only_its_own_weights(name: str, folders: Folders) -> None:
     _, skeleton = open_both(folders(name))
     split = Split(skeleton)
     before, after = split.sizes().outside

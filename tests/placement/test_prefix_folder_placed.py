@@ -10,7 +10,7 @@ import pytest
 
 from support.pairwise import slow_but
 from support.stages import serving, staged
-from support.toys import random_ids
+from support.toys import Folders, random_ids
 from verbatim import LLM, InvalidRequest, Offload, SamplingParams, TensorParallel
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2, ignore_eos=True)
@@ -46,7 +46,7 @@ def test_placements_read_each_others_prefixes(
     write: Callable[[], Any] | None,
     read: Callable[[], Any] | None,
     name: str,
-    folders: Callable[[str], Path],
+    folders: Folders,
     tmp_path: Path,
 ) -> None:
     where = {"prefix_folder": tmp_path / "kept"}
@@ -59,7 +59,7 @@ def test_placements_read_each_others_prefixes(
 
 
 def test_stage_lost_after_prefix_was_read_gives_same_tokens(
-    folders: Callable[[str], Path], tmp_path: Path
+    folders: Folders, tmp_path: Path
 ) -> None:
     where = {"prefix_folder": tmp_path / "kept"}
     with opened(folders("llama")) as llm:
@@ -81,9 +81,7 @@ def test_stage_lost_after_prefix_was_read_gives_same_tokens(
             assert result(llm)[0] == expected
 
 
-def test_stage_lost_while_idle_gives_same_tokens(
-    folders: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_stage_lost_while_idle_gives_same_tokens(folders: Folders, tmp_path: Path) -> None:
     where = {"prefix_folder": tmp_path / "kept"}
     with opened(folders("llama"), placement=staged(), **where) as llm:
         expected, _ = result(llm)
@@ -98,7 +96,7 @@ def test_stage_lost_while_idle_gives_same_tokens(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen3_5"])
 def test_tensor_parallel_ranks_read_only_their_own_prefixes(
-    name: str, folders: Callable[[str], Path], tmp_path: Path
+    name: str, folders: Folders, tmp_path: Path
 ) -> None:
     where = {"prefix_folder": tmp_path / "kept"}
     with opened(folders(name)) as llm:
@@ -110,8 +108,6 @@ def test_tensor_parallel_ranks_read_only_their_own_prefixes(
         assert result(llm) == (expected, 0)
 
 
-def test_negative_prefix_folder_budget_is_rejected(
-    folders: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_negative_prefix_folder_budget_is_rejected(folders: Folders, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="prefix_folder_bytes=-1"):
         opened(folders("llama"), prefix_folder=tmp_path / "kept", prefix_folder_bytes=-1)

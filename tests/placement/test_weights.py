@@ -15,6 +15,7 @@ from torch import nn
 
 from support.programs import in_thread
 from support.requests_mixed import submitted
+from support.toys import Folders
 from support.toys import make_toy as make
 from verbatim import (
     LLM,
@@ -52,7 +53,7 @@ def bits(module: torch.nn.Module) -> list[tuple[str, int, list]]:
 
 
 @pytest.fixture
-def folder(folders: Callable[..., Path]) -> Path:
+def folder(folders: Folders) -> Path:
     return folders("llama", seed=1)
 
 
@@ -162,8 +163,7 @@ def test_overflow_of_model_dtype_fails_check_finite() -> None:
 
 @pytest.mark.parametrize("into", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2],
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
 )
 def test_check_finite_agrees_with_torch_isfinite(dtype: torch.dtype, into: torch.dtype) -> None:
     most = torch.finfo(dtype).max
@@ -363,7 +363,7 @@ def test_tied_weights_may_hold_the_same_nan() -> None:
     assert module.lm_head.weight[0, 0].isnan()
 
 
-def test_update_drops_cached_prefixes(folder: Path, folders: Callable[..., Path]) -> None:
+def test_update_drops_cached_prefixes(folder: Path, folders: Folders) -> None:
     prompt = [list(range(3, 60))]
     with LLM(folders("llama")) as llm, LLM(folder) as fresh:
         llm.generate(prompt, LONG)
@@ -473,7 +473,7 @@ def test_update_during_prefill_recomputes_all_prompt_logprobs() -> None:
 
 
 def test_update_during_sleep_is_rejected_only_if_weights_sleep(
-    folder: Path, folders: Callable[..., Path]
+    folder: Path, folders: Folders
 ) -> None:
     with LLM(folders("llama")) as llm, LLM(other()) as fresh:
         llm.sleep()

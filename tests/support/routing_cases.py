@@ -14,12 +14,7 @@ from verbatim.model.decoder import Decoder
 from verbatim.placement.resident import Resident
 
 SEQUENCES = Sequences(13, 6, 9, block_size=4, spare=4)
-LENGTHS, WHOLE, IDS, TABLES = (
-    SEQUENCES.lengths,
-    SEQUENCES.whole,
-    SEQUENCES.ids,
-    SEQUENCES.tables,
-)
+LENGTHS, WHOLE, IDS, TABLES = (SEQUENCES.lengths, SEQUENCES.whole, SEQUENCES.ids, SEQUENCES.tables)
 batch = SEQUENCES.batch
 ROUTED = (
     "afmoe aria_text axk1 beam cohere2_moe deepseek_v2 deepseek_v3 dots1 ernie4_5_moe exaone_moe "

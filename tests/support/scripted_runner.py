@@ -140,11 +140,7 @@ def scripted_engine(
     """Return an engine over a `ScriptedRunner`, and its admission."""
     runner = ScriptedRunner(num_blocks, block_size)
     scheduler = Scheduler(
-        runner,
-        max_batch_tokens,
-        max_sequences,
-        max_prompt_rows,
-        prefix_cache=prefix_cache,
+        runner, max_batch_tokens, max_sequences, max_prompt_rows, prefix_cache=prefix_cache
     )
     limit = (num_blocks - 1) * block_size
     runner.evict = scheduler.evict_all

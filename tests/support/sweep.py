@@ -21,11 +21,7 @@ _MADE_WITH = 24  # the minor version of transformers 5 that these lists describe
 _REFUSALS: list[tuple[str, str, str]] = [
     ("exists only as a mask", "a custom attention mask", "doge"),
     ("sliding window", "a window that exists only as a mask", "phimoe:window"),
-    (
-        "attention interface",
-        "a custom attention",
-        "big_bird cpmant git reformer xlm",
-    ),
+    ("attention interface", "a custom attention", "big_bird cpmant git reformer xlm"),
     ("torch.einsum", "a custom attention, by einsum", "prophetnet xlnet"),
     (
         "later tokens",
@@ -46,7 +42,7 @@ OLDER = dict.fromkeys(
     ("megatron-bert", "moshi", "rembert", "roformer", "roformer:values"), "later tokens"
 )
 UNBUILDABLE = {
-    "gemma3n": "needs pillow and timm for its vision tower; its text model, gemma3n_text, is supported",
+    "gemma3n": "needs pillow and timm for its vision tower; its text model, gemma3n_text, is supported"
 }
 
 

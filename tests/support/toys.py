@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 VOCAB = 128
+Folders = Callable[..., Path]  # from a toy's name and changes of its config to its saved folder
 
 # Several names of one setting are on one line.
 _BASE: dict[str, Any] = dict(
@@ -215,7 +216,7 @@ def scores_of(model: Any, ids: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
-def saver(tmp_path_factory: Any, make: Callable[..., Any]) -> Callable[..., Path]:
+def saver(tmp_path_factory: Any, make: Callable[..., Any]) -> Folders:
     """Return a function that saves the model of `make` once per set of arguments, and returns its folder."""
 
     @cache

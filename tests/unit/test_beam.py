@@ -312,10 +312,7 @@ def test_cut_search_returns_live_beams_as_hypotheses() -> None:
     search.cut()
     assert search.over
     assert search.live == []
-    assert [(beam.ids, beam.score) for beam in search.finished] == [
-        ((0, 0), -1.0),
-        ((1,), -6.0),
-    ]
+    assert [(beam.ids, beam.score) for beam in search.finished] == [((0, 0), -1.0), ((1,), -6.0)]
     search = search_of(2)
     search.cut()
     assert search.finished == [Path()]

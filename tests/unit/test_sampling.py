@@ -194,10 +194,7 @@ def test_frequencies_of_20_000_draws_match_the_distribution(params: dict[str, An
 
 @every_backend
 def test_greedy_takes_the_largest_logit_and_the_lowest_id_of_ties() -> None:
-    for logits, expected in [
-        ([0.0, 2.0, 1.0, 2.0], 1),
-        ([-INF, -5.0, -INF, -5.0], 1),
-    ]:
+    for logits, expected in [([0.0, 2.0, 1.0, 2.0], 1), ([-INF, -5.0, -INF, -5.0], 1)]:
         for temperature in (0, 1e-42, 1e-60):
             result = one(logits, params={"temperature": temperature})
             assert (result[0], result[2]) == (expected, 0.0)

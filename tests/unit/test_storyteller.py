@@ -75,10 +75,7 @@ def greedy(model: Any, ids: list[int], max_new_tokens: int = 400) -> torch.Tenso
     prompt = torch.tensor([ids])
     settings = {"do_sample": False, "temperature": None, "top_p": None}
     return model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=max_new_tokens,
-        **settings,
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, **settings
     )[0]
 
 
@@ -193,8 +190,7 @@ def lapses(tools: Tools, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "prompt",
-    slow_but(["Once upon a time"], ["Once upon a time", "One day", "In a small village"]),
+    "prompt", slow_but(["Once upon a time"], ["Once upon a time", "One day", "In a small village"])
 )
 def test_greedy_story_is_coherent_and_ends(
     tools: Tools, model: Any, tokenizer: Any, prompt: str
