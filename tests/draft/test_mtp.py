@@ -21,6 +21,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from support import toys
+from support.layer_batches import whole_runs
 from support.mtp_toys import Toy, save_as_qwen, save_with_mtp, toy
 from support.pairwise import slow_but
 from support.poison import poison, poison_blocks
@@ -36,7 +37,6 @@ from verbatim import (
 )
 from verbatim.batch import Batch
 from verbatim.model.mtp_source import Mtp, load_mtp
-from verbatim.model.whole import WholeModel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=1)
 STORY = "Once upon a time, there was a"
@@ -346,21 +346,13 @@ def test_samples_of_one_prompt_are_drafted_from_their_own_tokens() -> None:
 def test_whole_model_decode_gives_mtp_layers_same_hidden_states(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calls = []
-    plain = WholeModel.run
-
-    def counted(self: WholeModel, *args: Any, **kwargs: Any) -> Any:
-        calls.append(made := plain(self, *args, **kwargs))
-        return made
-
-    monkeypatch.setattr(WholeModel, "run", counted)
-    hidden = []
+    runs, hidden = whole_runs(monkeypatch), []
     for fused in (True, False):
         with LLM(draft="mtp", num_draft_tokens=0, kv_memory="1MB", fused=fused) as llm:
             rows = llm.engine.runner.draft_layers.hidden.rows.zero_()  # type: ignore[attr-defined]
             llm.generate([STORY, "The dragon"], GREEDY)
             hidden.append(rows.view(torch.uint8).clone())
-    assert sum(made is not None for made in calls) >= GREEDY.max_tokens - 1
+    assert sum(map(bool, runs)) >= GREEDY.max_tokens - 1
     assert torch.equal(*hidden)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from support.layer_batches import whole_runs
 from support.lora import merge, save_adapter
 from support.programs import in_thread
 from support.requests_mixed import all_facts, generated
@@ -88,22 +89,14 @@ def test_adapter_scores_match_merged_model(name: str, tmp_path: Path) -> None:
 def test_fused_recurrent_layers_with_adapter_match_unfused_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[bool] = []
-    run = WholeModel.run
-
-    def counted(self: WholeModel, context: Any, *args: Any, **kwargs: Any) -> Any:
-        made = run(self, context, *args, **kwargs)
-        calls.append(made is not None and bool(context.adapted))
-        return made
-
-    monkeypatch.setattr(WholeModel, "run", counted)
+    runs = whole_runs(monkeypatch)
     module, ids = make_toy("kimi_linear", dtype=torch.bfloat16), random_ids(23, seed=1)
     module.save_pretrained(tmp_path / "base")
     layers = r"self_attn\.(forget_gate\.f_a|g_a|[qkvbo])_proj"
     options = dict(adapters={"a": save_adapter(tmp_path / "a", module, rank=6, layers=layers)})
     with LLM(tmp_path / "base", **options) as llm:  # type: ignore[arg-type]
         without, scores = llm.score(ids), llm.score(ids, adapter="a")
-    assert calls == [False, True] and scores != without
+    assert [bool(run and run.adapted) for run in runs] == [False, True] and scores != without
     with LLM(tmp_path / "base", fused=False, **options) as llm:  # type: ignore[arg-type]
         assert llm.score(ids, adapter="a") == scores
 
@@ -112,16 +105,9 @@ def test_mixed_adapter_batch_is_bit_identical_to_requests_alone(
     toy: Toy, llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight adapters and the base model in one batch: whole-model calls, fused layers, and unfused."""
-    calls: list[bool] = []
-    run = WholeModel.run
-
-    def counted(self: WholeModel, walk: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(bool(walk.adapted))
-        return run(self, walk, *args, **kwargs)
-
-    monkeypatch.setattr(WholeModel, "run", counted)
+    runs = whole_runs(monkeypatch)
     assert toy.run(llm) == expected
-    assert any(calls)
+    assert any(run and run.adapted for run in runs)
     monkeypatch.setattr(WholeModel, "run", lambda *_, **__: None)
     llm.engine.call(llm.engine.scheduler.evict_all)
     llm.engine.scheduler.prefixes.forget()

@@ -38,18 +38,8 @@ from verbatim import (
     VerbatimError,
 )
 
-WITHOUT_MTP = (
-    "qwen3_moe",
-    "gemma2",
-    "gpt2",
-    "qwen3_next",
-    "llama4_text",
-    "deepseek_v32",
-    "minimax_m3",
-    "deepseek_v4",
-    "granite_hybrid",
-    "lfm2",
-)
+WITHOUT_MTP = """qwen3_moe gemma2 gpt2 qwen3_next llama4_text deepseek_v32 minimax_m3 deepseek_v4
+    granite_hybrid lfm2""".split()
 DIMENSIONS = {
     "placement": ("resident", "offload", "cluster", "tensor", "pipeline", "offloaded stages"),
     "draft": ("none", "ngram", "mtp", "early-exit", "model"),

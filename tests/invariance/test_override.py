@@ -21,10 +21,8 @@ CASES = {
     "bamba": ("BambaMixer", "BambaDecoderLayer"),
     "beam": ("BeamModel", "BeamDecoderLayer"),
     "diffllama": ("DiffLlamaAttention", "DiffLlamaMLP"),
-    "kimi_linear": (
-        "KimiLinearRMSNormGated",
-        "KimiLinearMLP",
-    ),  # through an activation from transformers' table
+    # Through an activation from transformers' table.
+    "kimi_linear": ("KimiLinearRMSNormGated", "KimiLinearMLP"),
     "roberta": ("RobertaLMHead", "RobertaLayer"),
 }
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from support import sweep
-from support.layer_batches import BATCHES, SEQUENCES, outputs, reclass, wrong
+from support.layer_batches import BATCHES, SEQUENCES, outputs, reclass, whole_runs, wrong
 from support.odd_toys import DTYPES
 from support.programs import run_program
 from support.requests_mixed import generated
@@ -34,18 +34,8 @@ WHOLE = """llama mistral qwen2 qwen3 phi3 olmo2 glm4 qwen3_5 qwen3_next olmo_hyb
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each attempt to run a whole model in one call, whether it was made."""
-    found: list[bool] = []
-    run = WholeModel.run
-
-    def counted(self: WholeModel, *args: Any, **kwargs: Any) -> Any:
-        made = run(self, *args, **kwargs)
-        found.append(made is not None)
-        return made
-
-    monkeypatch.setattr(WholeModel, "run", counted)
-    return found
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    return whole_runs(monkeypatch)
 
 
 def whole(model: nn.Module, *, is_private: bool = False) -> Decoder:
@@ -57,7 +47,7 @@ def whole(model: nn.Module, *, is_private: bool = False) -> Decoder:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_model_and_fused_layers_match_plain_layers(
-    name: str, dtype: str, runs: list[bool], monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: str, runs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_toy(name, dtype=DTYPES[dtype])
     expected = outputs(Decoder(model, fused=False))
@@ -66,7 +56,7 @@ def test_whole_model_and_fused_layers_match_plain_layers(
         decoder = whole(model, is_private=is_private)
         assert outputs(decoder, 1 + is_private) == expected
         assert outputs(decoder, 3) == expected, "again"
-    assert runs == [True] * 4 * len(BATCHES)
+    assert len(runs) == 4 * len(BATCHES) and all(runs)
     monkeypatch.setattr(WholeModel, "run", lambda *_, **__: None)
     for threads in (1, 3):
         assert outputs(decoder, threads) == expected, "layer by layer"
@@ -92,7 +82,7 @@ def test_modified_norm_embedding_head_or_rotary_takes_effect(
     assert outputs(Decoder(model)) == outputs(Decoder(model, fused=False)) != clean
 
 
-def test_mixture_with_bias_for_the_choice_alone_runs_in_one_call(runs: list[bool]) -> None:
+def test_mixture_with_bias_for_the_choice_alone_runs_in_one_call(runs: list[Any]) -> None:
     """LFM2's router takes the bias as an argument, and its rotary embedding has a name of its own."""
     model = sweep.build("lfm2_moe")
     assert whole(model).spec.routed.replay_reason is None
@@ -238,7 +228,7 @@ def test_unseen_module_is_reread_after_weights_moved() -> None:
     assert outputs(decoder) == outputs(Decoder(model, fused=False)) != before
 
 
-def test_global_module_hook_is_called(runs: list[bool]) -> None:
+def test_global_module_hook_is_called(runs: list[Any]) -> None:
     model = make_toy("llama")
     decoder = whole(model, is_private=True)
     clean = outputs(decoder)
@@ -300,7 +290,7 @@ def test_patched_forward_of_norm_class_takes_effect(
 @pytest.mark.parametrize("rows", [[], [32], [1, 21, 32], [30, 4]], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_of_selected_rows_match_logits_of_all_rows(
-    dtype: str, rows: list[int], runs: list[bool]
+    dtype: str, rows: list[int], runs: list[Any]
 ) -> None:
     model = make_toy("qwen3", dtype=DTYPES[dtype])
     decoders = Decoder(model, fused=False), whole(model)
@@ -309,7 +299,7 @@ def test_logits_of_selected_rows_match_logits_of_all_rows(
     every, some = (
         d.run(b, s).logits for d, b, s in zip(decoders, (BATCHES[3], batch), stores, strict=True)
     )
-    assert runs == [True]
+    assert len(runs) == 1 and all(runs)
     assert torch.equal(some, every[rows])
     assert all(map(torch.equal, *map(contents_of, stores)))
 
@@ -327,7 +317,7 @@ def logits_of(decoder: Decoder, batch: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", [None, "int4"], ids=str)
 def test_quantized_weights_do_not_raise_row_limit_of_whole_model_call(
-    kind: str | None, runs: list[bool], monkeypatch: pytest.MonkeyPatch
+    kind: str | None, runs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_toy("llama", tie_word_embeddings=False)
     numbers = sum(p.numel() for p in model.parameters()) - model.model.embed_tokens.weight.numel()
@@ -340,7 +330,7 @@ def test_quantized_weights_do_not_raise_row_limit_of_whole_model_call(
     assert torch.equal(
         logits_of(decoder, BATCHES[3]), logits_of(Decoder(model, fused=False), BATCHES[3])
     )
-    assert runs == [False]
+    assert runs == [None]
 
 
 _THREADS = """

@@ -13,6 +13,7 @@ from support.stores import Sequences
 from verbatim.model.decoder import Decoder
 from verbatim.model.flat import contents_of
 from verbatim.model.products import threads
+from verbatim.model.whole import WholeModel
 
 SEQUENCES = Sequences(5, 25, 13, block_size=4)
 # 1, 2, 7 and 33 rows.
@@ -30,6 +31,19 @@ def outputs(decoder: Decoder, num_threads: int = 2) -> list[bytes]:
     with threads(num_threads):
         found = [decoder.run(batch, store).logits for batch in BATCHES]
         return [*map(as_bytes, [*found, *contents_of(store)])]
+
+
+def whole_runs(monkeypatch: Any) -> list[Any]:
+    """Return a list that collects the contexts of models that ran in one call; None for failed attempts."""
+    runs, run = list[Any](), WholeModel.run
+
+    def noted(self: WholeModel, context: Any, *args: Any, **kwargs: Any) -> Any:
+        made = run(self, context, *args, **kwargs)
+        runs.append(None if made is None else context)
+        return made
+
+    monkeypatch.setattr(WholeModel, "run", noted)
+    return runs
 
 
 def as_bytes(x: Tensor) -> bytes:
