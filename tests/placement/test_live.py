@@ -115,17 +115,7 @@ def test_opening_runs_no_user_hooks() -> None:
     assert len(model._forward_hooks) == 1
 
 
-def test_forward_hook_affects_generation_like_module_forward() -> None:
-    model = make_toy("llama")
-    with LLM(model) as llm:
-        plain = greedy(llm)
-        hook = model.model.layers[1].mlp.up_proj.register_forward_hook(lambda m, i, out: out * 3)
-        assert greedy(llm) == own_answer(model) != plain
-        hook.remove()
-        assert greedy(llm) == plain
-
-
-def test_parametrized_projection_gives_tokens_of_module_forward() -> None:
+def test_hook_and_parametrization_affect_generation_like_module_forward() -> None:
     class Doubled(nn.Module):
         def forward(self, weight: torch.Tensor) -> torch.Tensor:
             return weight * -2
@@ -133,6 +123,10 @@ def test_parametrized_projection_gives_tokens_of_module_forward() -> None:
     model = make_toy("llama")
     with LLM(model) as llm:
         plain = greedy(llm)
+        hook = model.model.layers[1].mlp.up_proj.register_forward_hook(lambda m, i, out: out * 3)
+        assert greedy(llm) == own_answer(model) != plain
+        hook.remove()
+        assert greedy(llm) == plain
         layer = model.model.layers[1].self_attn.o_proj
         parametrize.register_parametrization(layer, "weight", Doubled())
         assert greedy(llm) == own_answer(model) != plain

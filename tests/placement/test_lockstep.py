@@ -65,12 +65,9 @@ def alone(module, ids: list[int], params: SamplingParams) -> list[list[int]]:
         return [c.token_ids for c in llm.generate(ids, params)[0].outputs]
 
 
-def test_process_group_without_torch_distributed_is_rejected() -> None:
+def test_process_group_without_torch_distributed_or_in_a_stream_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match=r"torch\.distributed is not initialised"):
         rl.rollout(make_toy("llama"), [[5, 6]], process_group=object())
-
-
-def test_process_group_in_a_stream_is_rejected() -> None:
     tokenizer = SimpleNamespace(padding_side="left", eos_token_id=2, pad_token_id=0)
     with pytest.raises(NotSupported, match="process_group in a stream"):
         generate_streaming(

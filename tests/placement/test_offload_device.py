@@ -16,6 +16,7 @@ import torch
 import verbatim.api.llm
 from support import toys
 from support.requests_mixed import mixed_facts, resident_facts
+from support.toys import Folders
 from verbatim import LLM, Offload, OutOfBlocks
 from verbatim.model.device import Device
 from verbatim.placement.offload.runner import Offloaded
@@ -41,13 +42,11 @@ def offloaded(monkeypatch: pytest.MonkeyPatch, folder: Path, **settings: Any) ->
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "lfm2"])
 def test_every_placement_gives_tokens_of_resident_model(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    toys.make_toy(name).save_pretrained(tmp_path)
-    expected = resident_facts(tmp_path)
     for place in PLACES:
-        with offloaded(monkeypatch, tmp_path, **place) as llm:
-            assert mixed_facts(llm) == expected, place
+        with offloaded(monkeypatch, folders(name), **place) as llm:
+            assert mixed_facts(llm) == resident_facts(folders(name)), place
             _check_memory(llm.engine.runner)
     assert not [t for t in threading.enumerate() if "weights" in t.name]
 
@@ -73,10 +72,9 @@ def _check_memory(runner: Any) -> None:
 
 
 def test_weights_are_copied_once_for_all_micro_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    toys.make_toy("llama").save_pretrained(tmp_path)
-    with offloaded(monkeypatch, tmp_path, weights=(0, 60, 40)) as llm:
+    with offloaded(monkeypatch, folders("llama"), weights=(0, 60, 40)) as llm:
         runner: Any = llm.engine.runner
         trace, units = runner.weights.trace, runner.weights._copied
         before, forwards = trace.nbytes("wait device weights"), runner.num_forwards
@@ -86,23 +84,13 @@ def test_weights_are_copied_once_for_all_micro_batches(
         assert copied == a_forward * (runner.num_forwards - forwards)
 
 
-def save_old_and_new(folder: Path) -> dict[str, torch.Tensor]:
-    """Save a model in `old` and one with other weights in `new`; return the new weights."""
-    toys.make_toy("llama").save_pretrained(folder / "old")
-    new = toys.make_toy("llama", seed=1)
-    new.save_pretrained(folder / "new")
-    weights: dict[str, torch.Tensor] = new.state_dict()
-    return weights
-
-
 def test_updates_and_sleep_give_tokens_of_resident_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new = save_old_and_new(tmp_path)
-    expected = resident_facts(tmp_path / "new", 6)
-    with offloaded(monkeypatch, tmp_path / "old", weights=(30, 40, 30)) as llm:
-        assert mixed_facts(llm, 6) == resident_facts(tmp_path / "old", 6)
-        llm.update_weights(new)
+    expected = resident_facts(folders("llama", seed=1), 6)
+    with offloaded(monkeypatch, folders("llama"), weights=(30, 40, 30)) as llm:
+        assert mixed_facts(llm, 6) == resident_facts(folders("llama"), 6)
+        llm.update_weights(toys.make_toy("llama", seed=1).state_dict())
         assert mixed_facts(llm, 6) == expected
         llm.sleep(weights=True)
         assert all(slot.data is None for slot in llm.engine.runner.weights.units.slots)  # type: ignore[attr-defined]
@@ -111,30 +99,28 @@ def test_updates_and_sleep_give_tokens_of_resident_model(
 
 
 def test_update_in_pieces_leaves_no_old_weights_on_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stage receives large weights in several messages; the device may copy units between two of them."""
-    new = save_old_and_new(tmp_path)
-    with offloaded(monkeypatch, tmp_path / "old", weights=(0, 60, 40)) as llm:
+    new = toys.make_toy("llama", seed=1).state_dict()
+    with offloaded(monkeypatch, folders("llama"), weights=(0, 60, 40)) as llm:
         runner: Any = llm.engine.runner
         writer = runner.writer()
         writer.prepare(new)
         for name in reversed(writer.exact):
             runner.write_weights(writer, {name: new[name]})
             wait(job for region in runner.weights.device_ring._regions for job in region.jobs)
-        assert mixed_facts(llm, 6) == resident_facts(tmp_path / "new", 6)
+        assert mixed_facts(llm, 6) == resident_facts(folders("llama", seed=1), 6)
 
 
 def test_smaller_budgets_move_weights_to_ram_and_then_to_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    toys.make_toy(
-        "llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=8
-    ).save_pretrained(tmp_path)
-    expected, shares = resident_facts(tmp_path, 6), []
+    folder = folders("llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=8)
+    expected, shares = resident_facts(folder, 6), []
     size: dict[str, Any] = dict(workload=(60, 10), kv_memory=None, policy="auto")
     for gpu, cpu in (("100MB", "100MB"), ("30MB", "100MB"), ("30MB", "8MB")):
-        with offloaded(monkeypatch, tmp_path, gpu=gpu, cpu=cpu, **size) as llm:
+        with offloaded(monkeypatch, folder, gpu=gpu, cpu=cpu, **size) as llm:
             assert mixed_facts(llm, 6) == expected, (gpu, cpu)
             shares.append(llm.info()["plan"]["weights"])
     assert shares[0] == [100, 0, 0]
@@ -143,4 +129,4 @@ def test_smaller_budgets_move_weights_to_ram_and_then_to_disk(
     size |= dict(gpu="1MB", cpu="100MB", batch_size=None, micro_batches=None)
     match = r"at least \d+ bytes are needed on the GPU and \d+ in RAM"
     with pytest.raises(OutOfBlocks, match=match):
-        offloaded(monkeypatch, tmp_path, **size)
+        offloaded(monkeypatch, folder, **size)

@@ -241,11 +241,6 @@ def test_single_expert_is_sliced_from_every_storage_form(
             )
 
 
-def test_rows_of_a_transposed_tensor_cannot_be_sliced() -> None:
-    stored = Computed(torch.ops.aten.t.default, (torch.zeros(2, 2),), {}, None)
-    assert rows_of(stored, 0, 1) is None
-
-
 # ---- memory, errors and reports
 
 
@@ -440,8 +435,10 @@ def test_logits_are_freed_without_garbage_collection(moe: Folders) -> None:
     assert max(found[6:]) <= max(found[:3])
 
 
-def test_rows_of_column_sharded_matrices_cannot_be_read() -> None:
+def test_rows_of_transposed_or_column_sharded_matrices_cannot_be_read() -> None:
     """As ranks save them: a row is not contiguous in a file, and a matrix is no concatenation by rows."""
+    transposed = Computed(torch.ops.aten.t.default, (torch.zeros(2, 2),), {}, None)
+    assert rows_of(transposed, 0, 1) is None
     parts = [traced(Stored(name, Path("x"), 0, 24, torch.float32, (3, 2))) for name in ("a", "b")]
     columns, rows = torch.cat(parts, 1).lazy, torch.cat(parts).lazy
     assert rows_can_be_read(rows) and not rows_can_be_read(columns)

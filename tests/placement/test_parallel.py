@@ -34,6 +34,7 @@ from verbatim import (
     InvalidRequest,
     NotSupported,
     PipelineParallel,
+    SamplingParams,
     TensorParallel,
     TierFailed,
     VerbatimError,
@@ -438,8 +439,6 @@ def test_torchrun_without_process_group_gives_same_tokens(folders: Folders, tmp_
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     run_program(*torchrun, script, folders("llama"), tmp_path / "told", OMP_NUM_THREADS="1")
     with LLM(folders("llama")) as llm:
-        from verbatim import SamplingParams
-
         c = llm.generate([5, 6, 7], SamplingParams(max_tokens=6, seed=3))[0].outputs[0]
     assert {p.read_text() for p in tmp_path.glob("told*")} == {repr((c.token_ids, c.logprobs))}
 
@@ -486,12 +485,7 @@ def test_invalid_parallel_placements_are_rejected(
         LLM(folder, placement=ExpertParallel())
     with pytest.raises(NotSupported, match="a live module is in memory"):
         LLM(toys.make_toy("llama"), placement=TensorParallel(2))
-    for name, value in (
-        ("RANK", "0"),
-        ("WORLD_SIZE", "3"),
-        ("MASTER_ADDR", "x"),
-        ("MASTER_PORT", "1"),
-    ):
-        monkeypatch.setenv(name, value)
+    for name in ("RANK=0", "WORLD_SIZE=3", "MASTER_ADDR=x", "MASTER_PORT=1"):
+        monkeypatch.setenv(*name.split("="))
     with pytest.raises(InvalidRequest, match=r"size=2: must equal the 3 ranks"):
         LLM(folder, placement=TensorParallel(2))

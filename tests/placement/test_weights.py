@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -212,49 +213,31 @@ def test_invalid_weight_folders_are_rejected(tmp_path: Path, folder: Path) -> No
             llm.update_weights(tmp_path / "cut.safetensors")
 
 
-class TestTiedWeights:
-    def make(self, seed: int = 0) -> torch.nn.Module:
-        return make("qwen2", seed=seed, tie_word_embeddings=True)
-
-    def test_one_tied_name_is_enough(self) -> None:
-        new = state(self.make(1))
-        del new["lm_head.weight"]
-        with LLM(self.make()) as llm, LLM(self.make(1)) as fresh:
-            llm.update_weights(new)
-            assert words(llm) == words(fresh)
-
-    def test_different_tied_tensors_are_rejected(self) -> None:
-        new = state(self.make(1))
-        new["lm_head.weight"] += 1
-        with (
-            LLM(self.make()) as llm,
-            pytest.raises(InvalidRequest, match="tied in this model, but differ"),
-        ):
-            llm.update_weights(new)
+def test_one_tied_name_is_enough_and_two_must_have_equal_tensors() -> None:
+    module, fresh = (make("qwen2", seed=seed, tie_word_embeddings=True) for seed in (0, 1))
+    new = state(fresh)
+    with LLM(module) as llm, LLM(fresh) as other:
+        with pytest.raises(InvalidRequest, match="tied in this model, but differ"):
+            llm.update_weights(new | {"lm_head.weight": new["lm_head.weight"] + 1})
+        llm.update_weights({name: x for name, x in new.items() if name != "lm_head.weight"})
+        assert words(llm) == words(other)
+        for name in ("lm_head.weight", "model.embed_tokens.weight"):
+            new[name][0, 0] = torch.nan  # the same NaN
+        llm.update_weights(new)
+        assert module.lm_head.weight[0, 0].isnan()
 
 
-def test_tensors_of_the_model_itself_may_be_swapped() -> None:
+@pytest.mark.parametrize("shared", [lambda x: x, lambda x: torch.from_numpy(x.detach().numpy()[:])])
+def test_memory_of_the_model_itself_is_read_before_it_is_overwritten(shared: Any) -> None:
     module = make("llama")
     a, b = (f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1))
     weights = dict(module.state_dict())
-    weights[a], weights[b] = weights[b], weights[a]
     first, second = weights[a].clone(), weights[b].clone()
+    weights[a], weights[b] = shared(weights[b]), shared(weights[a])
     with LLM(module) as llm:
         llm.update_weights(weights)
-    assert torch.equal(module.state_dict()[a], first)
-    assert torch.equal(module.state_dict()[b], second)
-
-
-def test_aliased_model_memory_is_read_before_it_is_overwritten() -> None:
-    module = make("llama")
-    weights = state(module)
-    a, b = (module.state_dict()[f"model.layers.{i}.mlp.up_proj.weight"] for i in (0, 1))
-    first = a.clone()
-    weights["model.layers.1.mlp.up_proj.weight"] = torch.from_numpy(a.detach().numpy()[:])
-    weights["model.layers.0.mlp.up_proj.weight"] = b.clone()
-    with LLM(module) as llm:
-        llm.update_weights(weights)
-    assert torch.equal(module.state_dict()["model.layers.1.mlp.up_proj.weight"], first)
+    assert torch.equal(module.state_dict()[a], second)
+    assert torch.equal(module.state_dict()[b], first)
 
 
 def test_self_overlapping_buffer_is_rejected_before_any_write() -> None:
@@ -350,17 +333,6 @@ def test_optimizer_step_during_stream_is_detected() -> None:
         *_, last = stream
         assert last.result is not None
         assert last.result.outputs[0].weight_versions == [0] + [1] * 11
-
-
-def test_tied_weights_may_hold_the_same_nan() -> None:
-    module = make("qwen2", tie_word_embeddings=True)
-    new = state(make("qwen2", seed=1, tie_word_embeddings=True))
-    for name in ("lm_head.weight", "model.embed_tokens.weight"):
-        new[name] = new[name].clone()
-        new[name][0, 0] = torch.nan
-    with LLM(module) as llm:
-        llm.update_weights(new)
-    assert module.lm_head.weight[0, 0].isnan()
 
 
 def test_update_drops_cached_prefixes(folder: Path, folders: Folders) -> None:
