@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from support.drafters import Hostile, Moody, Oracle, Random, answers_of
 from support.pools import check_pool
-from support.requests_mixed import all_facts, facts
+from support.requests_mixed import all_facts, facts, submitted
 from support.toys import make_toy, random_ids
 from verbatim import LLM, FinishReason, InvalidRequest, NotSupported, SamplingParams, rl
 from verbatim.core import DraftStats, Request
@@ -31,10 +31,6 @@ def open_toy(module: Any, draft: Any = None, length: int | None = None, **option
         num_draft_tokens=length,
         **{"kv_memory": "4MB", "block_size": 4, **options},
     )
-
-
-def admitted(llm: LLM, asked: list[SamplingParams] = ASKED) -> list[Request]:
-    return [llm.engine.admission.admit(p, q) for p, q in zip(PROMPTS, asked, strict=False)]
 
 
 def finish(llm: LLM, requests: list[Request]) -> list[Any]:
@@ -62,15 +58,13 @@ def test_requests_restarted_by_weight_update_match_plain_decoding(length: int | 
         new = llm.generate(PROMPTS, ASKED)
     for drafter in (Ngram(1), Oracle(answers_of(old)), Moody(answers_of(new), 5), Random(3)):
         with open_toy(make_toy("llama"), drafter, length) as llm:
-            requests = admitted(llm)
-            for request in requests:
-                llm.engine.submit(request)
+            requests = submitted(llm, PROMPTS, ASKED)
             for _ in range(4):
                 llm.engine.step()
             llm.update_weights(other_weights(), restart=True)
             assert all_facts(finish(llm, requests)) == all_facts(new)
             if isinstance(drafter, Ngram):
-                del request, requests
+                del requests
                 gc.collect()  # a request and its sequences reference each other
                 assert not drafter._histories  # it keeps no sequence alive
 
@@ -82,9 +76,8 @@ def test_requests_continued_after_weight_update_match_plain_decoding() -> None:
     found = []
     for drafter in (Oracle(answers), None):
         with open_toy(make_toy("llama"), drafter, drafter and 4) as llm:
-            (request,) = requests = admitted(llm, ASKED[:1])
-            llm.engine.submit(request)
-            ids = request.sequences[0].output_ids
+            requests = submitted(llm, PROMPTS[:1], ASKED[:1])
+            ids = requests[0].sequences[0].output_ids
             while len(ids) < (split or 11):
                 llm.engine.step()
             assert split in (None, len(ids))
@@ -102,9 +95,7 @@ def test_abort_and_timeout_keep_accepted_tokens(monkeypatch: pytest.MonkeyPatch)
     with open_toy(module) as llm:
         plain = llm.generate(PROMPTS, asked)
     with open_toy(module, Moody(answers_of(plain), 1), 5) as llm:
-        requests = admitted(llm, asked)
-        for request in requests:
-            llm.engine.submit(request)
+        requests = submitted(llm, PROMPTS, asked)
         for _ in range(4):
             llm.engine.step()
         llm.engine.abort(requests[1])
@@ -126,9 +117,7 @@ def test_optimizer_step_on_live_module_takes_effect_between_drafts() -> None:
     for drafter in (None, Random(2)):
         module = make_toy("llama")
         with open_toy(module, drafter, drafter and 3) as llm:
-            requests = admitted(llm)
-            for request in requests:
-                llm.engine.submit(request)
+            requests = submitted(llm, PROMPTS, ASKED)
             for _ in range(6):  # none of these drafts is accepted
                 llm.engine.step()
             with torch.no_grad():
@@ -253,15 +242,12 @@ def test_beam_search_is_rejected_with_drafts_and_works_without() -> None:
         assert facts(llm.generate(PROMPTS[0], beams)[0]) == expected  # no drafter here
     for options in (dict(length=4), dict(length=0), dict()):
         with open_toy(module, "ngram", **options) as llm:
-            for call in (llm.generate, llm.stream):
-                with pytest.raises(NotSupported, match=r"num_beams=3 .* draft=False"):
-                    list(
-                        call(
-                            [PROMPTS[0], PROMPTS[1]] if call == llm.generate else PROMPTS[0], beams
-                        )
-                    )
+            with pytest.raises(NotSupported, match=r"num_beams=3 .* draft=False"):
+                llm.generate(PROMPTS[:2], beams)
+            with pytest.raises(NotSupported, match=r"num_beams=3 .* draft=False"):
+                next(llm.stream(PROMPTS[0], beams))
             assert llm.stats()["forwards"] == 0
-            both = llm.generate([PROMPTS[0], PROMPTS[1]], [beams.replace(draft=False), LONG])
+            both = llm.generate(PROMPTS[:2], [beams.replace(draft=False), LONG])
             assert facts(both[0]) == expected
 
 

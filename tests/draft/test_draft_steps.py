@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from support.drafters import Answers, Moody, Oracle, answers_of, drafting
-from support.engine_machine import EngineMachine, params, prompts
+from support.engine_machine import OPTIONS, EngineMachine, params, prompts
 from support.requests_mixed import all_facts, facts
 from support.scripted_runner import EOS, VOCAB, check, result_of, scripted_engine, solo
 from verbatim.core import Delta, FinishReason, Request, Result, Sequence
@@ -343,15 +343,7 @@ def test_failed_forward_with_drafts_fails_its_requests_and_frees_blocks() -> Non
 class DraftMachine(EngineMachine):
     """The state machine of the engine tests, with a drafter."""
 
-    @initialize(
-        num_blocks=st.integers(9, 40),
-        max_batch_tokens=st.sampled_from([3, 7, 16, 64]),
-        max_sequences=st.sampled_from([1, 2, 3, 8]),
-        max_prompt_rows=st.sampled_from([1, 3, 64]),
-        prefix_cache=st.booleans(),
-        length=st.sampled_from([None, 1, 2, 3, 5, 8]),
-        seed=st.integers(0, 99),
-    )
+    @initialize(**OPTIONS, length=st.sampled_from([None, 1, 2, 3, 5, 8]), seed=st.integers(0, 99))
     def open(self, length: Any = None, seed: int = 0, **options: Any) -> None:
         super().open(**options)
         self.answers: Answers = {}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from support.backends import BACKENDS, by
 from support.odd_toys import DTYPES
+from support.products import random
 from support.toys import Folders, make_toy
 from verbatim import (
     LLM,
@@ -36,13 +37,6 @@ KINDS = [Quantization(bits, size) for bits in (8, 4) for size in GROUP_SIZES]
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=[k.name for k in KINDS])
 LIBRARIES = kernels.available()
 WEIGHTS = ((100, 0, 0), (0, 0, 100), (30, 40, 30))
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Weights of widely varying magnitude."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = torch.rand(shape, generator=generator) ** 4
-    return (torch.randn(shape, generator=generator) * sizes).to(dtype)
 
 
 def packing_of(weight: Tensor, kind: Quantization, columns: bool = False) -> WeightPacking:

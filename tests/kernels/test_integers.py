@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from support.backends import BACKENDS, by
-from support.products import multiply_together
+from support.products import multiply_together, random
 from verbatim import kernels
 from verbatim.kernels.packing import WeightPacking
 from verbatim.model.products import linear
@@ -30,13 +30,6 @@ from verbatim.quantization.matrix import (
 KINDS = [Quantization(bits, size, activation_bits=8) for bits in (8, 4) for size in GROUP_SIZES]
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=[k.name for k in KINDS])
 SHAPES = [(1, 1), (5, 7), (33, 60), (64, 128), (70, 333), (100, 1000)]  # N, K
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Random numbers of widely varying magnitudes."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = torch.rand(shape, generator=generator) ** 4
-    return (torch.randn(shape, generator=generator) * sizes).to(dtype)
 
 
 def rows_of_all_kinds(count: int, depth: int, dtype: torch.dtype) -> Tensor:

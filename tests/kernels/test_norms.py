@@ -151,26 +151,26 @@ class MeanNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(64)), 1e-6
         self.__dict__.update(fields)
 
+    def normed(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
     def forward(self, x: Tensor) -> Tensor:
         x = x - x.mean(-1, keepdim=True)
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * self.normed(x)
 
 
 class HalfWeightedNorm(MeanNorm):
     """Equals an RMS norm only with weight 1, as in a new model."""
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (normed * (0.5 + 0.5 * self.weight.float())).to(x.dtype)
+        return (self.normed(x.float()) * (0.5 + 0.5 * self.weight.float())).to(x.dtype)
 
 
 class SwitchedNorm(MeanNorm):
     """Applies its weight unless `bare` is set."""
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        normed = self.normed(x.float()).to(x.dtype)
         return normed if self.bare else self.weight * normed
 
 
@@ -190,9 +190,7 @@ class ScaledNorm(MeanNorm):
     """Equals an RMS norm only with factor 1, as in the first layer of a model that scales by depth."""
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
-        return self.weight * normed * self.factor
+        return self.weight * self.normed(x.float()).to(x.dtype) * self.factor
 
 
 def test_norm_recognition_is_not_shared_with_an_instance_of_another_factor() -> None:
@@ -205,9 +203,8 @@ class GateFirstNorm(MeanNorm):
     """As in Mamba-2, the gate is applied before the mean of squares."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        wide = x.float() * nn.functional.silu(gate.float())
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        gated = x.float() * nn.functional.silu(gate.float())
+        return self.weight * self.normed(gated).to(x.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -101,15 +101,8 @@ def test_row_major_and_column_major_weights_give_the_same_bits(
     backend: str, dtype: torch.dtype
 ) -> None:
     # Rows of 1024 numbers lie 4096 or 2048 bytes apart, which changes how they are read.
-    for num_out, depth in (
-        (1, 1),
-        (5, 33),
-        (70, 100),
-        (33, 1024),
-        (200, 70),
-        (130, 4300),
-        (9, 2048),
-    ):
+    shapes = ((1, 1), (5, 33), (70, 100), (33, 1024), (200, 70), (130, 4300), (9, 2048))
+    for num_out, depth in shapes:
         weight, bias = rand(num_out, depth, dtype=dtype), rand(num_out, dtype=dtype)
         stored = weight.t().contiguous()
         for count in (1, 2, 5, 7, 8, 9, 20, 270):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from support.requests_mixed import all_facts, generated, mixed_requests
 from support.stages import staged
 from support.sweep import build
-from support.toys import Folders, make_toy, random_ids
+from support.toys import Folders, make_toy, random_ids, saver
 from verbatim import LLM, PipelineParallel, SamplingParams
 from verbatim.errors import NotSupported
 from verbatim.kernels.functions import has_kernels, in_team
@@ -31,36 +31,20 @@ pytestmark = pytest.mark.skipif(
 # group of heads, or records; a model that would search its ids for padding; constant masks; a recurrence
 # without kernels.
 INDEXED = ["deepseek_v32", "minimax_m3_vl_text", "deepseek_v4"]
-NAMES = [
-    "zaya",
-    "mamba",
-    "falcon_h1",
-    "falcon",
-    "llama4_text",
-    "jamba",
-    "gemma3n_text",
-    "openai-gpt",
-    "xmod",
-    "xlstm",
-]
+NAMES = "zaya mamba falcon_h1 falcon llama4_text jamba gemma3n_text openai-gpt xmod xlstm".split()
 NAMES += INDEXED
+PROMPTS = [random_ids(5, i) for i in range(3)]
 LONG = SamplingParams(max_tokens=24, temperature=1.0, seed=4, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Models of the sweep, each saved once."""
-    paths: dict[str, Path] = {}
-
-    def folder(name: str) -> Path:
-        if name not in paths:
-            paths[name] = tmp_path_factory.mktemp(name)
-            # transformers 5.17 does not run a saved DeepSeek V4 in bfloat16.
-            dtype = torch.float32 if name == "deepseek_v4" else torch.bfloat16
-            build(name).to(dtype).save_pretrained(paths[name])
-        return paths[name]
-
-    return folder
+    # transformers 5.17 does not run a saved DeepSeek V4 in bfloat16.
+    return saver(
+        tmp_path_factory,
+        lambda name: build(name).to(torch.float32 if name == "deepseek_v4" else torch.bfloat16),
+    )
 
 
 def plainly(folder: Path, prompts: Any, params: Any, **options: Any) -> list[Any]:
@@ -100,34 +84,32 @@ def test_indexer_choices_are_returned_by_a_model_with_recorded_steps(
 
 
 def test_recorded_steps_follow_sleep_and_weight_updates(saved: Folders) -> None:
-    prompts = [random_ids(5, i) for i in range(3)]
     with LLM(saved("falcon_h1")) as llm:
-        first = all_facts(llm.generate(prompts, LONG))
+        first = all_facts(llm.generate(PROMPTS, LONG))
         llm.sleep(weights=True)
         llm.wake()
-        assert all_facts(llm.generate(prompts, LONG)) == first
+        assert all_facts(llm.generate(PROMPTS, LONG)) == first
         new = load_file(saved("falcon_h1") / "model.safetensors")
         llm.update_weights({name: x * 1.5 if "norm" in name else x for name, x in new.items()})
-        second = all_facts(llm.generate(prompts, LONG))
+        second = all_facts(llm.generate(PROMPTS, LONG))
         assert second != first and llm.info()["recorded_steps"] == 1
         llm.engine.runner.decoder.record_steps(lambda _: None)  # type: ignore[attr-defined]
-        assert all_facts(llm.generate(prompts, LONG)) == second
+        assert all_facts(llm.generate(PROMPTS, LONG)) == second
 
 
 def test_steps_of_a_module_edited_by_its_owner_are_not_recorded(saved: Folders) -> None:
     """The owner replaces a parameter, a number or a module, which a replay would not notice."""
-    prompts = [random_ids(5, i) for i in range(3)]
     for edit in ("parameter", "number", "module", "asleep"):
         found = []
         for records in (True, False):
             with LLM(saved("llama4_text"), fused=records) as llm:
-                llm.generate(prompts, LONG)
+                llm.generate(PROMPTS, LONG)
                 assert llm.info()["recorded_steps"] == (1 if records else None)
                 if edit == "asleep":
                     llm.sleep()
                     llm.sleep(weights=True)
                     llm.wake()
-                    llm.generate(prompts, LONG)
+                    llm.generate(PROMPTS, LONG)
                     assert llm.info()["recorded_steps"] == (1 if records else None)
                     llm.sleep()
                 layer = llm.engine.module.model.layers[1]  # type: ignore[attr-defined]
@@ -145,22 +127,21 @@ def test_steps_of_a_module_edited_by_its_owner_are_not_recorded(saved: Folders) 
                     setattr(owner, name.rpartition(".")[2], new)
                 if edit == "asleep":
                     llm.wake()
-                found.append(all_facts(llm.generate(prompts, LONG)))
+                found.append(all_facts(llm.generate(PROMPTS, LONG)))
                 assert llm.info()["recorded_steps"] is None
         assert found[0] == found[1], edit
 
 
 def test_pipeline_stages_record_their_steps(saved: Folders) -> None:
-    prompts = [random_ids(5, i) for i in range(3)]
-    expected = plainly(saved("falcon_h1"), prompts, LONG)
+    expected = plainly(saved("falcon_h1"), PROMPTS, LONG)
     with LLM(saved("falcon_h1"), max_length=200, placement=PipelineParallel(2)) as llm:
-        assert all_facts(llm.generate(prompts, LONG)) == expected
+        assert all_facts(llm.generate(PROMPTS, LONG)) == expected
         for stage in llm.engine.runner.group.call("status"):  # type: ignore[attr-defined]
             assert stage["recorded_steps"] == 1
 
 
 def test_micro_batches_of_one_recorded_size_keep_their_hidden_states(saved: Folders) -> None:
-    prompts = [random_ids(5, i) for i in range(4)]
+    prompts = [*PROMPTS, random_ids(5, 3)]
     params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True, hidden_states=True)
     expected = plainly(saved("falcon_h1"), prompts, params)
     with LLM(saved("falcon_h1"), max_length=200, placement=staged(micro_batches=2)) as llm:

@@ -11,6 +11,9 @@ from support.programs import run_program
 
 pytest.importorskip("triton", reason="Triton is not installed (torch brings it along on a GPU)")
 
+EVERY_KERNEL = """_attend _finish _linear _rms_norm _rope_and_write _pick _masses _draw _activate
+    _causal_conv _linear_recurrence"""
+
 
 @pytest.mark.slow
 def test_one_triton_binary_serves_every_number_of_rows(
@@ -26,19 +29,7 @@ def test_one_triton_binary_serves_every_number_of_rows(
         if kernel == "_masses":
             assert "fma.rn.f64" not in words  # bit-identical to the CPU
         numbers[kernel][label].add(number)
-    assert {
-        "_attend",
-        "_finish",
-        "_linear",
-        "_rms_norm",
-        "_rope_and_write",
-        "_pick",
-        "_masses",
-        "_draw",
-        "_activate",
-        "_causal_conv",
-        "_linear_recurrence",
-    } <= set(numbers)
+    assert {*EVERY_KERNEL.split()} <= set(numbers)
     for kernel in ("_attend", "_finish", "_linear", "_causal_conv", "_linear_recurrence"):
         by_rows = [numbers[kernel][label] for label in ("1x1", "4x4", "77x3")]
         # One per dtype; of recurrences, one per kind; of attention, one per `kv_dtype`; of products, one

@@ -356,10 +356,8 @@ def test_scores_that_a_router_rounds_are_rounded_before_the_choice() -> None:
 
 @needs_kernels
 def test_info_reports_how_experts_run() -> None:
-    for case, way in (
-        ("qwen3_moe", "in the kernel call of their layer"),
-        ("dbrx", "all in one kernel call"),
-    ):
+    ways = {"qwen3_moe": "in the kernel call of their layer", "dbrx": "all in one kernel call"}
+    for case, way in ways.items():
         runner = opened(build(case))
         assert runner.info()["experts"] == {way: runner.choices["routing"].layers}
     model = build("qwen3_moe")

@@ -444,9 +444,7 @@ def test_changed_file_is_named_in_error(folder: Path, toml: Path) -> None:
 def test_non_floating_point_weights_are_rejected(tmp_path: Path, dtype: torch.dtype) -> None:
     module = toys.make_toy("llama")
     state = {**module.state_dict(), "model.norm.weight": torch.ones(64).to(dtype)}
-    with pytest.raises(
-        ModelError, match=r"model\.norm\.weight is .*must be floating-point numbers"
-    ):
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is .*must be floating-point"):
         LLM(save(tmp_path / "step", state), config=module.config)
 
 
@@ -454,9 +452,7 @@ def test_config_much_larger_than_checkpoint_is_rejected(tmp_path: Path) -> None:
     module = toys.make_toy("llama")
     folder = save(tmp_path / "step", module.state_dict())
     module.config.vocab_size = 10**9
-    with pytest.raises(
-        ModelError, match=r"describes [\d,]+ weights, but the checkpoint has [\d,]+ bytes"
-    ):
+    with pytest.raises(ModelError, match=r"describes [\d,]+ weights, but the .* has [\d,]+ bytes"):
         LLM(folder, config=module.config)
 
 
@@ -536,9 +532,7 @@ def test_damaged_files_are_named_in_error(folder: Path, toml: Path) -> None:
     data = folder / "__0_0.distcp"
     whole = data.read_bytes()
     data.write_bytes(whole[: len(whole) // 8])
-    with pytest.raises(
-        ModelError, match=r"__0_0\.distcp is cut short: it has \d+ bytes, and model"
-    ):
+    with pytest.raises(ModelError, match=r"__0_0\.distcp is cut short: it has \d+ bytes, and"):
         LLM(folder, config=toml)
     data.write_bytes(bytes(len(whole)))
     with pytest.raises(ModelError, match=r"__0_0\.distcp: model\..* is not a tensor"):
@@ -546,14 +540,8 @@ def test_damaged_files_are_named_in_error(folder: Path, toml: Path) -> None:
     data.unlink()
     with pytest.raises(ModelError, match=r"__0_0\.distcp is missing"):
         LLM(folder, config=toml)
-    for damage in (
-        b"",
-        b"\x80\x04",
-        b"garbage",
-        pickle.dumps([1]),
-        pickle.dumps(5),
-        b"\x80\x04\x85.",
-    ):
+    others = pickle.dumps([1]), pickle.dumps(5)
+    for damage in (b"", b"\x80\x04", b"garbage", b"\x80\x04\x85.", *others):
         (folder / ".metadata").write_bytes(damage)
         with pytest.raises(ModelError, match=r"\.metadata"):
             LLM(folder, config=toml)
@@ -786,9 +774,7 @@ def test_malicious_metadata_is_rejected_without_running_code(
 ) -> None:
     marker = tmp_path / "marker"
     rewrite(folder, attacks(marker)[name])
-    with pytest.raises(
-        ModelError, match=r"\.metadata is refused: it refers to \w+.*nothing was executed"
-    ):
+    with pytest.raises(ModelError, match=r"\.metadata is refused: it refers .*nothing was exec"):
         LLM(folder, config=toml)
     assert not marker.exists()
 

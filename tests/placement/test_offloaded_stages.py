@@ -129,10 +129,8 @@ def test_invalid_offloads_of_stages_are_rejected(folders: Folders) -> None:
         Cluster(offload="2GB")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=r"offload=2.*must be an Offload"):
         PipelineParallel(2, offload=2)  # type: ignore[arg-type]
-    for offload, error in (
-        (Offload(cpu="10KB"), OutOfBlocks),
-        (Offload(disk="/nowhere"), VerbatimError),
-    ):
+    small, nowhere = Offload(cpu="10KB"), Offload(disk="/nowhere")
+    for offload, error in ((small, OutOfBlocks), (nowhere, VerbatimError)):
         with pytest.raises(error, match=r"(bytes are needed|TierFailed.*nowhere).*stage"):
             LLM(folders("llama"), placement=staged(offload=offload))
 

@@ -406,9 +406,7 @@ def test_ranks_with_different_kernels_are_rejected(
             return LocalHosts(*args)
 
     monkeypatch.setattr(parallel_opening, "LocalHosts", hosts_without_kernels)
-    with pytest.raises(
-        NotSupported, match=r"rank 1 has the numerics key 'cpu/torch.*and rank 0 'cpu/kern"
-    ):
+    with pytest.raises(NotSupported, match=r"rank 1 has the .* 'cpu/torch.*and rank 0 'cpu/kern"):
         LLM(folders("llama"), placement=TensorParallel(2))
 
 

@@ -49,14 +49,17 @@ params = st.one_of(
 )
 
 
+OPTIONS: dict[str, Any] = dict(
+    num_blocks=st.integers(9, 40),
+    max_batch_tokens=st.sampled_from([3, 7, 16, 64]),
+    max_sequences=st.sampled_from([1, 2, 3, 8]),
+    max_prompt_rows=st.sampled_from([1, 3, 64]),
+    prefix_cache=st.booleans(),
+)
+
+
 class EngineMachine(RuleBasedStateMachine):
-    @initialize(
-        num_blocks=st.integers(9, 40),
-        max_batch_tokens=st.sampled_from([3, 7, 16, 64]),
-        max_sequences=st.sampled_from([1, 2, 3, 8]),
-        max_prompt_rows=st.sampled_from([1, 3, 64]),
-        prefix_cache=st.booleans(),
-    )
+    @initialize(**OPTIONS)
     def open(self, **options: Any) -> None:
         self.engine, self.admission = scripted_engine(**options)
         self.requests: list[Request] = []

@@ -1,15 +1,23 @@
-"""Several matrices in one kernel call, as in fused layers."""
+"""Random weights, and several matrices in one kernel call, as in fused layers."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from verbatim.kernels.functions import kernel
 from verbatim.model.products import Matrix, pointers_of
 from verbatim.quantization.matrix import QuantizedMatrix
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Return numbers of widely varying magnitudes."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.rand(shape, generator=generator) ** 4
+    return (torch.randn(shape, generator=generator) * sizes).to(dtype)
 
 
 def multiply_together(

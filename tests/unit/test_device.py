@@ -39,9 +39,7 @@ def test_invalid_device_or_deterministic_value_is_rejected(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_device_without_a_gpu_is_rejected_with_the_reason() -> None:
-    with pytest.raises(
-        NotSupported, match=r"device='cuda:1': no GPU: torch .*(sees none|without CUDA)"
-    ):
+    with pytest.raises(NotSupported, match=r"device='cuda:1': no GPU: .*(sees none|without CUDA)"):
         LLM(device="cuda:1")
 
 

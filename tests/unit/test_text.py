@@ -361,9 +361,7 @@ def test_template_that_searches_message_content_gets_a_string(chatty):
 
 def test_non_text_content_parts_are_rejected(chatty):
     part = {"type": "image_url", "image_url": {"url": "data:"}}
-    with pytest.raises(
-        NotSupported, match=r'messages\[0\]\["content"\] has a part of type .image_url'
-    ):
+    with pytest.raises(NotSupported, match=r'\[0\]\["content"\] has a part of type .image_url'):
         render_chat(chatty, [{"role": "user", "content": [{"type": "text", "text": "hi"}, part]}])
 
 
@@ -390,9 +388,7 @@ COSTLY["nested"] += "{{ n.x }}"
 
 @pytest.mark.parametrize("kind", COSTLY)
 def test_too_costly_template_is_rejected(chatty, kind):
-    with pytest.raises(
-        InvalidRequest, match=r"more than 4000000 operations|computed widths|at most 64"
-    ):
+    with pytest.raises(InvalidRequest, match=r"than 4000000 oper|computed widths|at most 64"):
         render_chat(chatty, HI, chat_template=COSTLY[kind])
 
 

@@ -25,6 +25,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 MARK = "qzj" + "9"  # split, as tracebacks quote lines of this file
 SECRET = f"root:x:0:0:{MARK}"
 PLACEMENTS = [None, Offload(cpu="64MB")]
+FILES = """config.json generation_config.json model.safetensors model.safetensors.index.json
+    pytorch_model.bin tokenizer.json tokenizer_config.json tokenizer.model vocab.json
+    special_tokens_map.json adapter_config.json""".split()
 
 
 @pytest.fixture
@@ -136,22 +139,7 @@ def test_index_of_a_hub_snapshot_that_names_a_file_outside_is_rejected(
 @pytest.mark.parametrize(
     "content", [f"{SECRET}\n", json.dumps({SECRET: SECRET}), json.dumps([SECRET])]
 )
-@pytest.mark.parametrize(
-    "name",
-    [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "pytorch_model.bin",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "tokenizer.model",
-        "vocab.json",
-        "special_tokens_map.json",
-        "adapter_config.json",
-    ],
-)
+@pytest.mark.parametrize("name", FILES)
 def test_errors_never_quote_file_contents(folder: Path, name: str, content: str) -> None:
     secret = folder.parent / "passwd"
     # A safetensors file begins with the length of its header.
