@@ -24,6 +24,7 @@ import gc
 import random
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -115,6 +116,15 @@ def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(opening, "open_engine", poisoned)
     monkeypatch.setattr("verbatim.api.llm.open_engine", poisoned)
+
+
+@pytest.fixture
+def no_thread_left() -> Iterator[None]:
+    """Check that a test leaves no thread of Verbatim that it started."""
+    before = threading.enumerate()  # including those of other tests' engines, not collected yet
+    yield
+    left = set(threading.enumerate()).difference(before)
+    assert not [thread.name for thread in left if thread.name.startswith("verbatim")]
 
 
 @pytest.fixture(params=BACKENDS)

@@ -198,11 +198,8 @@ def test_damaged_file_raises_model_error_of_one_line(
 def test_invalid_configs_and_weight_files_are_rejected(tmp_path: Path) -> None:
     make_toy("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    for change in (
-        dict(hidden_size="64"),
-        dict(hidden_act="no_such_thing"),
-        dict(num_attention_heads=7),
-    ):
+    changes = dict(hidden_size="64"), dict(hidden_act="no_such_thing"), dict(num_attention_heads=7)
+    for change in changes:
         (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(ModelError):
             LLM(tmp_path)

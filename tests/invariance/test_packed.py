@@ -358,10 +358,8 @@ def test_packed_weights_sleep_and_wake(
 
 
 def test_models_and_weights_that_cannot_be_packed_are_rejected(folders: Folders) -> None:
-    for quantization, message in (
-        ("int8", r"int8-g64.*live module.*save_pretrained"),
-        ("w8a8", "int8-g64-a8"),
-    ):
+    messages = dict(int8=r"int8-g64.*live module.*save_pretrained", w8a8="int8-g64-a8")
+    for quantization, message in messages.items():
         with pytest.raises(NotSupported, match=message):
             LLM(make_toy("llama"), quantization=quantization)
     with pytest.raises(NotSupported, match=r"the model has no nn\.Linear layers") as refusal:

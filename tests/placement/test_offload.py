@@ -24,6 +24,7 @@ from support.mtp_toys import save_with_mtp, toy
 from support.pairwise import parametrize_combinations
 from support.programs import run_program
 from support.requests_mixed import all_facts, generated, mixed_facts, mixed_requests, resident_facts
+from support.stages import num_threads
 from support.toys import Folders
 from verbatim import (
     LLM,
@@ -61,6 +62,7 @@ from verbatim.weights.files import (
 from verbatim.weights.lazy import Computed, Stored, materialize, rows_can_be_read, rows_of
 from verbatim.weights.update import overwrite
 
+pytestmark = pytest.mark.usefixtures("no_thread_left")
 ARCHITECTURES = ("llama", "qwen3_moe", "gpt2", "mistral", "gemma2")
 WEIGHTS = ((100, 0, 0), (0, 100, 0), (0, 0, 100), (30, 40, 30))
 BUDGET = "300MB"
@@ -473,21 +475,6 @@ def test_two_percentages_leave_the_rest_to_disk() -> None:
 # ---- errors
 
 
-def _our_threads() -> set[str]:
-    return {t.name for t in threading.enumerate() if t.name.startswith("verbatim-")}
-
-
-@pytest.fixture
-def thread_names() -> set[str]:
-    return _our_threads()
-
-
-@pytest.fixture(autouse=True)
-def _nothing_runs_on(thread_names: set[str]) -> Iterator[None]:
-    yield
-    assert _our_threads() <= thread_names
-
-
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "inline"])
 def test_read_error_closes_engine_and_returns_finished_results(
     overlap: bool, folders: Folders, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -628,17 +615,15 @@ def test_weight_files_are_chosen_as_by_transformers(tmp_path: Path) -> None:
         assert mixed_facts(llm, 3) == expected
 
 
-def test_collected_llm_leaves_no_threads_or_descriptors(
-    folders: Folders, thread_names: set[str]
-) -> None:
+def test_collected_llm_leaves_no_threads_or_descriptors(folders: Folders) -> None:
     gc.collect()  # garbage of other tests
-    fds = len(os.listdir("/proc/self/fd"))
+    threads, fds = num_threads(), len(os.listdir("/proc/self/fd"))
     llm = offloaded(folders("llama"), kv=(0, 0, 100))
     llm.generate([[5, 6]], GREEDY)
-    assert _our_threads() - thread_names
+    assert num_threads() > threads
     del llm
     gc.collect()
-    assert _our_threads() <= thread_names
+    assert num_threads() <= threads
     assert len(os.listdir("/proc/self/fd")) <= fds
 
 

@@ -8,7 +8,6 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,14 +48,6 @@ BLOCKS = ((4, 1), (2, 2), (1, 4))  # (batch size, number of batches)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, seed=1)
 CPU = torch.device("cpu")
 SHAPE = LayerShape(2, 8, 8)
-
-
-@pytest.fixture
-def no_thread_left() -> Iterator[None]:
-    before = threading.enumerate()  # including those of other tests' engines, not collected yet
-    yield
-    left = set(threading.enumerate()).difference(before)
-    assert not [thread.name for thread in left if thread.name.startswith("verbatim")]
 
 
 @pytest.fixture
