@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from support.checkpoints import opening_fails
 from support.drafters import check_no_drafts_left
 from support.kempner_toys import kempner_toy
 from support.poison import poison_draft_model
@@ -362,18 +363,13 @@ def test_draft_model_with_other_vocabulary_is_rejected(tmp_path: Path) -> None:
 def test_invalid_draft_models_are_rejected(tmp_path: Path) -> None:
     model = make_toy("qwen3")
     named = r"draft='\./nowhere': not one of 'ngram', 'mtp', 'early-exit', and can't be opened as a model: "
-    with pytest.raises(ModelError, match=named):
-        LLM(model, draft="./nowhere")
-    with pytest.raises(ModelError, match=r"config\.json"):
-        LLM(model, draft=tmp_path)
+    opening_fails(ModelError, named, model, draft="./nowhere")
+    opening_fails(ModelError, r"config\.json", model, draft=tmp_path)
     with pytest.raises(NotSupported, match="'auto'"):
         LLM(model, draft=DraftModel(make_toy("llama"), dtype="bfloat16"))
-    with pytest.raises(NotSupported, match="float64"):
-        LLM(model, draft=make_toy("llama", dtype=torch.float64))
-    with pytest.raises(NotSupported, match="kv_caches"):
-        LLM(model, draft=kempner_toy())
-    with pytest.raises(ModelError, match="no transformers model"):
-        LLM(model, draft=torch.nn.Linear(2, 2))
+    opening_fails(NotSupported, "float64", model, draft=make_toy("llama", dtype=torch.float64))
+    opening_fails(NotSupported, "kv_caches", model, draft=kempner_toy())
+    opening_fails(ModelError, "no transformers model", model, draft=torch.nn.Linear(2, 2))
     with pytest.raises(OutOfBlocks, match="kv_memory"):
         LLM(model, draft=DraftModel(make_toy("llama"), kv_memory=100))
     for bad in (None, "", 3, b"x"):

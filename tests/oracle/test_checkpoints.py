@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from support import checkpoints, sweep, toy_tokenizers
-from support.checkpoints import check_other_placements, hub_snapshot, save
+from support.checkpoints import check_other_placements, hub_snapshot, opening_fails, save
 from support.lora import merge, save_adapter
 from support.requests_mixed import all_facts, generated, mixed_requests
 from support.toys import make_toy, random_ids, scores_of
@@ -325,15 +325,12 @@ def test_unsupported_adapters_are_rejected(tmp_path: Path) -> None:
         save_adapter(tmp_path / name, module, **config)
 
     save("olora", "base", init_lora_weights="olora")
-    with pytest.raises(NotSupported, match="init_lora_weights='olora'"):
-        LLM(tmp_path / "olora")
+    opening_fails(NotSupported, "init_lora_weights='olora'", tmp_path / "olora")
     make_toy("llama").save_pretrained(tmp_path / "other")
     save("adapter", "other")
-    with pytest.raises(ModelError, match="does not fit the base model"):
-        LLM(tmp_path / "adapter")
+    opening_fails(ModelError, "does not fit the base model", tmp_path / "adapter")
     save("lost", "nowhere/at/all")
-    with pytest.raises(ModelError, match="neither a folder nor a hub id"):
-        LLM(tmp_path / "lost")
+    opening_fails(ModelError, "neither a folder nor a hub id", tmp_path / "lost")
 
 
 @pytest.fixture(scope="module")
@@ -439,16 +436,14 @@ def test_damaged_tensors_are_rejected(
             tensors[name] = damage(tensor)
 
     edit_tensors(tmp_path, change)
-    with pytest.raises(ModelError, match=r"q_proj|g_idx"):
-        LLM(tmp_path)
+    opening_fails(ModelError, r"q_proj|g_idx", tmp_path)
 
 
 def test_quantized_checkpoint_without_safetensors_is_rejected(fp8_folder: Path) -> None:
     (folder := fp8_folder.parent / "bin").mkdir()
     (folder / "config.json").write_text((fp8_folder / "config.json").read_text())
     torch.save({}, folder / "pytorch_model.bin")
-    with pytest.raises(NotSupported, match=r"a quantized checkpoint needs model\.safetensors"):
-        LLM(folder)
+    opening_fails(NotSupported, r"a quantized checkpoint needs model\.safetensors", folder)
 
 
 def config(**changes: Any) -> Callable[[Path], Any]:
@@ -504,8 +499,7 @@ def test_unsupported_format_variants_are_rejected(
 ) -> None:
     written(name, tmp_path)
     edit(tmp_path)
-    with pytest.raises(NotSupported, match=words):
-        LLM(tmp_path)
+    opening_fails(NotSupported, words, tmp_path)
 
 
 def test_hqq_rounding_error_is_at_most_a_16th_of_a_step(tmp_path: Path) -> None:
@@ -527,8 +521,7 @@ def test_quantization_that_is_no_object_is_rejected(
     make_toy("llama").save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text()) if file == "config.json" else {}
     (tmp_path / file).write_text(json.dumps(fields | {key: value}))
-    with pytest.raises(ModelError, match=rf"{file}: {key}=.* must be an object"):
-        LLM(tmp_path)
+    opening_fails(ModelError, rf"{file}: {key}=.* must be an object", tmp_path)
 
 
 @pytest.mark.parametrize("on_the_hub", [False, True])
@@ -596,8 +589,7 @@ def test_torchao_scale_shape_must_match_block_size(tmp_path: Path) -> None:
     write(*weight.shape)
     LLM(tmp_path).close()
     write(1, weight.shape[1])
-    with pytest.raises(ModelError, match=r"q_proj\._weight_scale is torch\.float32 \[1\]"):
-        LLM(tmp_path)
+    opening_fails(ModelError, r"q_proj\._weight_scale is torch\.float32 \[1\]", tmp_path)
 
 
 @needs_torchao
@@ -605,12 +597,10 @@ def test_unknown_torchao_tensor_class_is_rejected(tmp_path: Path) -> None:
     written("torchao int8 rows", tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes().replace(b"Int8Tensor", b"OddTensor!"))
-    with pytest.raises(NotSupported, match="OddTensor! of torchao"):
-        LLM(tmp_path)
+    opening_fails(NotSupported, "OddTensor! of torchao", tmp_path)
 
 
 def test_missing_quantization_config_is_reported(tmp_path: Path) -> None:
     written("awq", tmp_path)
     edit_config(tmp_path, lambda config: config.pop("quantization_config"))
-    with pytest.raises(ModelError, match=r"qweight .*does config\.json lack its quantization_c"):
-        LLM(tmp_path)
+    opening_fails(ModelError, r"qweight .*does config\.json lack its quantization_c", tmp_path)

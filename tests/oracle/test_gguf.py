@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.checkpoints import check_other_placements
+from support.checkpoints import check_other_placements, opening_fails
 from support.gguf_files import gguf_name, gguf_writer, save_gguf
 from support.pairwise import slow_but
 from support.requests_mixed import all_facts, generated, mixed_requests
@@ -255,13 +255,11 @@ def test_damaged_scales_and_unused_tensors_are_rejected(tmp_path: Path) -> None:
     for tensor in gguf.GGUFReader(tmp_path / "toy.gguf", "r+").tensors:  # mapped
         if tensor.name == "blk.1.ffn_up.weight":
             tensor.data[3, :2] = 255
-    with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight has scales that are NaN"):
-        LLM(tmp_path)
+    opening_fails(ModelError, r"blk\.1\.ffn_up\.weight has scales that are NaN", tmp_path)
     odd = make_toy("qwen3", **SHAPE)
     odd.bogus = torch.nn.Linear(32, 32)
     write(tmp_path / "toy.gguf", odd, "F32")
-    with pytest.raises(ModelError, match=r"tensors are not used .*bogus"):
-        LLM(tmp_path)
+    opening_fails(ModelError, r"tensors are not used .*bogus", tmp_path)
     LLM(tmp_path, unused_weights="ignore").close()
 
 
@@ -275,33 +273,26 @@ def test_integer_weights_and_out_of_range_sizes_are_rejected(tmp_path: Path) -> 
     for tensor in gguf.GGUFReader(path, "r+").tensors:  # memory-mapped: assignments change the file
         if tensor.name == "output_norm.weight":
             tensor.field.parts[4][0] = gguf.GGMLQuantizationType.I32
-    with pytest.raises(ModelError, match=r"output_norm\.weight is I32: weights must be"):
-        LLM(path)
+    opening_fails(ModelError, r"output_norm\.weight is I32: weights must be", path)
 
 
 def test_unreadable_gguf_files_are_rejected(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "toy.gguf"
-    with pytest.raises(ModelError, match=r"no file .*toy\.gguf"):
-        LLM(path)
+    opening_fails(ModelError, r"no file .*toy\.gguf", path)
     write(path, module, "Q8_0")
     with monkeypatch.context() as patch:
         patch.setattr(formats, "_PROCESSORS", ())
-        with pytest.raises(NotSupported, match="qwen3 in GGUF is decoded"):
-            LLM(path, placement=Cluster(stages=2))
+        opening_fails(NotSupported, "qwen3 in GGUF is decoded", path, placement=Cluster(stages=2))
         with LLM(path) as llm:
             assert "quantization" not in llm.info()
     path.rename(part := tmp_path / "toy-00001-of-00003.gguf")
-    with pytest.raises(NotSupported, match="one of 3 parts"):
-        LLM(part)
+    opening_fails(NotSupported, "one of 3 parts", part)
     part.rename(path)
     (tmp_path / "other.gguf").write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ModelError, match=r"2 GGUF files .*other"):
-        LLM(tmp_path)
-    with pytest.raises(ModelError, match=r"other\.gguf is damaged"):
-        LLM(tmp_path / "other.gguf")
+    opening_fails(ModelError, r"2 GGUF files .*other", tmp_path)
+    opening_fails(ModelError, r"other\.gguf is damaged", tmp_path / "other.gguf")
     plain = importlib.util.find_spec
     monkeypatch.setattr(formats, "find_spec", lambda name: None if name == "gguf" else plain(name))
-    with pytest.raises(NotSupported, match=r"needs gguf: pip install '\.\[gguf\]'"):
-        LLM(path)
+    opening_fails(NotSupported, r"needs gguf: pip install '\.\[gguf\]'", path)

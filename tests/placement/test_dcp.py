@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from typer.testing import CliRunner
 
 from support import kempner_reference, toy_tokenizers, toys
+from support.checkpoints import opening_fails
 from support.mtp_toys import Toy, random_mtp, save_with_mtp
 from support.pairwise import slow_but
 from support.programs import run_ranks
@@ -123,10 +124,13 @@ def expected(**fields: Any) -> tuple[list[int], list[float]]:
     return ids[len(IDS) :], best_logprobs
 
 
-def check_words(llm: LLM, **fields: Any) -> None:
-    (ids, logprobs), (right, near) = words(llm), expected(**fields)
-    assert ids == right
-    assert logprobs == pytest.approx(near, abs=1e-4)
+def check_words(folder: Path, config: Any, **fields: Any) -> tuple[list[int], list[float]]:
+    """Check that a checkpoint gives the tokens and log-probs of the reference model, and return them."""
+    with LLM(folder, config=config) as llm:
+        found, (right, near) = words(llm), expected(**fields)
+    assert found[0] == right
+    assert found[1] == pytest.approx(near, abs=1e-4)
+    return found
 
 
 def check_placements(folder: Path, config: Any, right: Any, **options: Any) -> None:
@@ -161,10 +165,7 @@ def test_shards_of_two_ranks_are_assembled(two_ranks: Path, tmp_path: Path) -> N
     assert {len(entries[f"model.{name}"].chunks) for name in state} == {1, 2}
     assert len(list(two_ranks.glob("*.distcp"))) == 2
     toml = kempner_reference.write_toml(tmp_path / "x.toml", **fields)
-    with LLM(two_ranks, config=toml) as llm:
-        check_words(llm, **fields)
-        right = words(llm)
-    check_placements(two_ranks, toml, right)
+    check_placements(two_ranks, toml, check_words(two_ranks, toml, **fields))
 
 
 def test_pipeline_stage_folders_are_merged(tmp_path: Path, toml: Path) -> None:
@@ -173,19 +174,13 @@ def test_pipeline_stage_folders_are_merged(tmp_path: Path, toml: Path) -> None:
     for stage in (0, 1):
         part = {k: v for k, v in state.items() if k.startswith(last) == bool(stage)}
         save(tmp_path / f"step_1/pp{stage}", {"model": part, "optimizer": {"lr": 0.1}})
-    with LLM(tmp_path / "step_1", config=toml) as llm:
-        check_words(llm)
-        right = words(llm)
-    check_placements(tmp_path / "step_1", toml, right)
+    check_placements(tmp_path / "step_1", toml, check_words(tmp_path / "step_1", toml))
     shutil.copytree(tmp_path / "step_1/pp1", tmp_path / "step_1/pp2")
-    with pytest.raises(ModelError, match="both pp1 and pp2 hold model"):
-        LLM(tmp_path / "step_1", config=toml)
+    opening_fails(ModelError, "both pp1 and pp2 hold model", tmp_path / "step_1", config=toml)
     shutil.rmtree(tmp_path / "step_1/pp1")
-    with pytest.raises(ModelError, match="has a stage pp2 but no pp1"):
-        LLM(tmp_path / "step_1", config=toml)
+    opening_fails(ModelError, "has a stage pp2 but no pp1", tmp_path / "step_1", config=toml)
     (tmp_path / "step_1/pp1").mkdir()
-    with pytest.raises(ModelError, match=r"pp1 holds no \.metadata"):
-        LLM(tmp_path / "step_1", config=toml)
+    opening_fails(ModelError, r"pp1 holds no \.metadata", tmp_path / "step_1", config=toml)
 
 
 def test_latest_link_is_followed(folder: Path, toml: Path) -> None:
@@ -199,8 +194,7 @@ def test_latest_link_is_followed(folder: Path, toml: Path) -> None:
         with pytest.raises(ModelError, match="latest links to 'step_6', which does not exist"):
             LLM(path, config=toml)
     (folder.parent / "step_6").mkdir()
-    with pytest.raises(ModelError, match=r"step_6, which holds no \.metadata"):
-        LLM(folder.parent, config=toml)
+    opening_fails(ModelError, r"step_6, which holds no \.metadata", folder.parent, config=toml)
 
 
 def test_only_model_tensors_are_read(folder: Path, toml: Path, tmp_path: Path) -> None:
@@ -213,8 +207,7 @@ def test_only_model_tensors_are_read(folder: Path, toml: Path, tmp_path: Path) -
     for index, place in written.items():
         if index.fqn.startswith("optimizer"):
             (apart / place.relative_path).unlink()
-    with LLM(apart, config=toml) as llm:
-        check_words(llm)
+    check_words(apart, toml)
 
 
 def test_wake_rereads_same_bits_and_detects_changed_files(
@@ -319,8 +312,7 @@ def test_tied_lm_head_may_be_missing_but_must_be_equal(tmp_path: Path) -> None:
             LLM(folder, config=module.config, placement=placement)
     folder = save(tmp_path / "step", {"model": kempner_reference.make().state_dict()})
     toml = kempner_reference.write_toml(tmp_path / "x.toml", tie_embeddings=True)
-    with pytest.raises(ModelError, match=r"output_head\.proj\.weight is shared .* differ"):
-        LLM(folder, config=toml)
+    opening_fails(ModelError, r"output_head\.proj\.weight is shared .* differ", folder, config=toml)
 
 
 # Placements.
@@ -422,8 +414,7 @@ def test_mtp_layers_in_another_folder_draft_for_kempner_checkpoint(tmp_path: Pat
         LLM(smaller, config=other, draft=Mtp(beside))
     with pytest.raises(InvalidRequest, match=r"nowhere'.: must be an existing folder"):
         Mtp(tmp_path / "nowhere")
-    with pytest.raises(InvalidRequest, match="holds no config"):
-        LLM(folder, config=toml, draft=Mtp(tmp_path))
+    opening_fails(InvalidRequest, "holds no config", folder, config=toml, draft=Mtp(tmp_path))
     with pytest.raises(NotSupported, match="name their folder"):
         LLM(folder, config=toml, draft=Mtp(random_mtp(main, 1)), placement=staged())
 
@@ -471,15 +462,13 @@ def test_large_stride_0_tensor_in_small_file_is_rejected(tmp_path: Path) -> None
 
     rewrite(folder, grow)
     module.config.vocab_size = rows
-    with pytest.raises(ModelError, match="weights, but the checkpoint has"):
-        LLM(folder, config=module.config)
+    opening_fails(ModelError, "weights, but the checkpoint has", folder, config=module.config)
 
 
 def test_config_is_required_for_dcp_and_rejected_otherwise(
     folder: Path, toml: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(InvalidRequest, match=r"holds no config: config= must be .*\.toml"):
-        LLM(folder)
+    opening_fails(InvalidRequest, r"holds no config: config= must be .*\.toml", folder)
     with pytest.raises(ModelError, match="no model can be built from the config"):
         LLM(folder, config=transformers.T5Config())
     for other in (5, {}, {"model_type": "llama"}, {"kempner": {}}):
@@ -493,11 +482,9 @@ def test_config_is_required_for_dcp_and_rejected_otherwise(
     for model in (None, tmp_path / "hf", module):
         with pytest.raises(InvalidRequest, match=r"only for a torch\.distributed\.checkpoint"):
             LLM(model, config=toml)
-    with pytest.raises(ModelError, match=r"holds no config\.json"):
-        LLM(folder.parent)
+    opening_fails(ModelError, r"holds no config\.json", folder.parent)
     module.config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    with pytest.raises(NotSupported, match="quantization_config"):
-        LLM(folder, config=module.config)
+    opening_fails(NotSupported, "quantization_config", folder, config=module.config)
 
 
 def test_tensors_not_matching_config_are_named_in_error(folder: Path, tmp_path: Path) -> None:
@@ -535,23 +522,19 @@ def test_damaged_files_are_named_in_error(folder: Path, toml: Path) -> None:
     with pytest.raises(ModelError, match=r"__0_0\.distcp is cut short: it has \d+ bytes, and"):
         LLM(folder, config=toml)
     data.write_bytes(bytes(len(whole)))
-    with pytest.raises(ModelError, match=r"__0_0\.distcp: model\..* is not a tensor"):
-        LLM(folder, config=toml)
+    opening_fails(ModelError, r"__0_0\.distcp: model\..* is not a tensor", folder, config=toml)
     data.unlink()
-    with pytest.raises(ModelError, match=r"__0_0\.distcp is missing"):
-        LLM(folder, config=toml)
+    opening_fails(ModelError, r"__0_0\.distcp is missing", folder, config=toml)
     others = pickle.dumps([1]), pickle.dumps(5)
     for damage in (b"", b"\x80\x04", b"garbage", b"\x80\x04\x85.", *others):
         (folder / ".metadata").write_bytes(damage)
-        with pytest.raises(ModelError, match=r"\.metadata"):
-            LLM(folder, config=toml)
+        opening_fails(ModelError, r"\.metadata", folder, config=toml)
 
 
 def test_safetensors_format_of_dcp_is_rejected(tmp_path: Path, toml: Path) -> None:
     state = {"model": kempner_reference.make().state_dict()}
     folder = save(tmp_path / "s", state, serialization_format=SerializationFormat.SAFETENSORS)
-    with pytest.raises(ModelError, match="is not a tensor as"):
-        LLM(folder, config=toml)
+    opening_fails(ModelError, "is not a tensor as", folder, config=toml)
 
 
 def test_chunks_must_cover_tensor_exactly_once(folder: Path, toml: Path) -> None:
@@ -591,8 +574,7 @@ def test_empty_shards_are_ignored(folder: Path, toml: Path) -> None:
         metadata.state_dict_metadata[NAME].chunks += [empty, empty]
 
     rewrite(folder, add_empty)
-    with LLM(folder, config=toml) as llm:
-        check_words(llm)
+    check_words(folder, toml)
 
 
 def test_paths_outside_folder_are_rejected(folder: Path, toml: Path, tmp_path: Path) -> None:
@@ -612,13 +594,11 @@ def test_files_may_be_symlinks_as_in_hub_cache(folder: Path, toml: Path, tmp_pat
     for number, name in enumerate((".metadata", "__0_0.distcp")):
         (folder / name).rename(tmp_path / f"blobs/{number}")
         (snapshot / name).symlink_to(f"../../blobs/{number}")
-    with LLM(snapshot, config=toml) as llm:
-        check_words(llm)
+    check_words(snapshot, toml)
     (snapshot / "__0_0.distcp").unlink()
     for elsewhere in ("/dev/zero", ".", "nowhere"):
         (snapshot / "__0_0.distcp").symlink_to(elsewhere)
-        with pytest.raises(ModelError, match=r"__0_0\.distcp is missing"):
-            LLM(snapshot, config=toml)
+        opening_fails(ModelError, r"__0_0\.distcp is missing", snapshot, config=toml)
         (snapshot / "__0_0.distcp").unlink()
 
 
@@ -843,8 +823,7 @@ def test_class_names_of_other_python_and_torch_versions_are_accepted(
         assert old in data
         data = data.replace(old, new)
     (folder / ".metadata").write_bytes(data)
-    with LLM(folder, config=toml) as llm:
-        check_words(llm)
+    check_words(folder, toml)
 
 
 def test_malicious_tensor_data_is_rejected_without_running_code(
@@ -857,8 +836,7 @@ def test_malicious_tensor_data_is_rejected_without_running_code(
             write(file)
         size = (folder / "__9_9.distcp").stat().st_size
         rewrite(folder, relocated(NAME, relative_path="__9_9.distcp", offset=0, length=size))
-        with pytest.raises(ModelError, match=r"__9_9\.distcp: .* (posix|other contents)"):
-            LLM(folder, config=toml)
+        opening_fails(ModelError, r"__9_9\.distcp: .* (posix|other contents)", folder, config=toml)
     assert not marker.exists()
 
 
@@ -967,8 +945,7 @@ def test_training_state_is_never_unpickled(folder: Path, toml: Path, tmp_path: P
         metadata.storage_data[index] = place
 
     rewrite(folder, poison)
-    with LLM(folder, config=toml) as llm:
-        check_words(llm)
+    check_words(folder, toml)
     assert not marker.exists()
 
 
@@ -991,8 +968,7 @@ def test_unreadable_folder_is_named_in_error(tmp_path: Path, monkeypatch: Any) -
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    with pytest.raises(ModelError, match="can't be read: Permission denied"):
-        LLM(tmp_path)
+    opening_fails(ModelError, "can't be read: Permission denied", tmp_path)
 
 
 def test_find_dcp_finds_only_checkpoint_folders(tmp_path: Path, folder: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -394,6 +395,12 @@ def hub_snapshot(root: Path, monkeypatch: Any, *, offline: bool = True) -> Path:
     monkeypatch.setattr("transformers.utils.hub.HF_HUB_OFFLINE", offline, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(root / "hub"))
     return home / "snapshots" / ("0" * 40)
+
+
+def opening_fails(error: type[Exception], message: str, *args: Any, **options: Any) -> None:
+    """Check that `LLM` rejects these arguments with an error whose message matches a pattern."""
+    with pytest.raises(error, match=message):
+        LLM(*args, **options)
 
 
 def check_other_placements(folder: Path, *others: Any, **options: Any) -> None:
