@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,16 @@ from support.requests_mixed import (
     resident_facts,
     submitted,
 )
-from support.stages import ThreadHost, ThreadHosts, check_threads_end, num_threads, serving, staged
+from support.stages import (
+    ThreadHost,
+    ThreadHosts,
+    at_batch,
+    check_threads_end,
+    kill,
+    num_threads,
+    serving,
+    staged,
+)
 from support.toys import Folders
 from verbatim import LLM, Cluster, InvalidRequest, NotSupported, SamplingParams, StageFailed
 from verbatim.compat import megatron
@@ -117,25 +125,8 @@ def test_routing_is_recorded_and_replayed_across_stages(saved: Folders) -> None:
 # Faults.
 
 
-def kill(host: ThreadHost, batch: Any) -> None:
-    host.kill()
-
-
 def fail(host: ThreadHost, batch: Any) -> None:
     raise ZeroDivisionError("in a stage")
-
-
-def at_batch(host: ThreadHost, number: int, do: Callable[[ThreadHost, Any], object]) -> None:
-    """Call `do` before a stage computes its `number`th batch from now on, counted from 0."""
-    seen = 0
-
-    def before(batch: Any) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == number + 1:
-            do(host, batch)
-
-    host.before = before
 
 
 def replaced(before: list[ThreadHost], llm: LLM) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.pairwise import slow_but
-from support.stages import serving, staged
+from support.stages import at_batch, kill, serving, staged
 from support.toys import Folders, random_ids
 from verbatim import LLM, InvalidRequest, Offload, SamplingParams, TensorParallel
 
@@ -68,14 +68,8 @@ def test_stage_lost_after_prefix_was_read_gives_same_tokens(
         result(llm)
     for place in (0, 1):
         with opened(folders("llama"), placement=staged(), **where) as llm:
-            host, left = serving(llm)[place], [3]
-
-            def kill(batch: Any, host: Any = host, left: list[int] = left) -> None:
-                left[0] -= 1
-                if left[0] == 0:
-                    host.kill()
-
-            host.before = kill
+            host = serving(llm)[place]
+            at_batch(host, 2, kill)
             completion, cached = result(llm)
             assert completion == expected and cached == 64 and host.killed
             assert result(llm)[0] == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import threading
 from collections.abc import Callable
@@ -120,6 +121,16 @@ def staged(**settings: Any) -> Cluster:
 def serving(llm: Any) -> list[ThreadHost]:
     """Return the hosts of an engine's stages, in order."""
     return [member.host for member in llm.engine.runner.group.members]
+
+
+def at_batch(host: ThreadHost, number: int, do: Callable[[ThreadHost, Any], object]) -> None:
+    """Call `do` before a stage computes its `number`th batch from now on, counted from 0."""
+    numbers = itertools.count()
+    host.before = lambda batch: next(numbers) == number and do(host, batch)
+
+
+def kill(host: ThreadHost, batch: Any) -> None:
+    host.kill()
 
 
 def num_threads() -> int:
