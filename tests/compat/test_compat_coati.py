@@ -145,6 +145,11 @@ def new(out):
     return out[:, P:].tolist()
 
 
+def end_of_stream(*args, **kwargs):
+    *_, last = generate_streaming(*args, **kwargs)
+    return last
+
+
 # ---- documented calls
 
 
@@ -154,7 +159,7 @@ def test_sample_and_sample_streaming_accept_token_ids_instead_of_tokenizer(model
     ends = dict(eos_token_id=EOS, pad_token_id=PAD, stop_token_ids=[[9]])
     assert torch.equal(_sample(model, ids, 30, **ends, **given), expected)
     *_, last = _sample_streaming(model, ids, 30, **ends, **given)
-    *_, streamed = generate_streaming(model, ids, tokenizer(), 30, stop_token_ids=[[9]], **given)
+    streamed = end_of_stream(model, ids, tokenizer(), 30, stop_token_ids=[[9]], **given)
     assert torch.equal(last, streamed) and last.shape == (2, 9)
 
 
@@ -221,8 +226,7 @@ def test_without_early_stopping_rows_and_streams_are_padded_to_max_length(model)
     out = greedy(model, row, tok, P + 9, early_stopping=False)
     assert out.shape == (1, P + 9)
     assert out[0, P + 2] == tok.eos_token_id and (out[0, P + 3 :] == PAD).all()
-    *_, last = generate_streaming(model, row, tok, P + 9, do_sample=False)
-    assert torch.equal(last, out)
+    assert torch.equal(end_of_stream(model, row, tok, P + 9, do_sample=False), out)
     assert greedy(model, row, tok, P + 9).shape == (1, P + 3)
 
 
@@ -272,16 +276,8 @@ def test_stop_sequences_end_rows_with_and_without_streaming(model):
         width = max(map(len, rows))
         expected = [row + [PAD] * (width - len(row)) for row in rows]
         assert new(greedy(model, stop_token_ids=given)) == expected, given
-        *_, last = generate_streaming(
-            model,
-            IDS,
-            ENDLESS,
-            P + 10,
-            do_sample=False,
-            early_stopping=True,
-            stop_token_ids=given,
-        )
-        assert new(last) == expected, given
+        options = dict(do_sample=False, early_stopping=True, stop_token_ids=given)
+        assert new(end_of_stream(model, IDS, ENDLESS, P + 10, **options)) == expected, given
         assert new(greedy(DictActor(model), stop_token_ids=given)) == expected, given
     assert len(cut(free[0], [two])) < 10 and len(cut(free[1], [one])) < 10
 
@@ -339,12 +335,9 @@ def test_smaller_of_max_length_and_max_new_tokens_applies(model):
 
 def test_max_length_above_model_limit_is_clamped_with_warning(model, llm):
     for target in (model, llm, DictActor(model)):
-        for pick in (
-            generate,
-            lambda *args, **kwargs: list(generate_streaming(*args, **kwargs))[-1],
-        ):
+        for call in (generate, end_of_stream):
             with pytest.warns(UserWarning, match=r"the model's limit is 256 .*most 6 are"):
-                out = pick(target, LONG, ENDLESS, 2048, do_sample=False, stream_interval=6)
+                out = call(target, LONG, ENDLESS, 2048, do_sample=False, stream_interval=6)
             assert torch.equal(out, greedy(target, LONG, length=256))
         with pytest.raises(PromptTooLong, match="256"):
             generate(target, torch.full((1, 257), 5), TOK, 2048)
@@ -363,20 +356,18 @@ def test_stream_yields_documented_lengths(model):
         (0, 1, [0]),
         (0, 3, [0]),
     ]:
-        stream = generate_streaming(
-            model, IDS, TOK, P + count, seed=1, top_k=5, stream_interval=interval
-        )
+        draw = dict(seed=1, top_k=5)
+        stream = generate_streaming(model, IDS, TOK, P + count, stream_interval=interval, **draw)
         pieces = list(stream)
-        whole = generate(model, IDS, TOK, P + count, seed=1, top_k=5, early_stopping=False)
+        whole = generate(model, IDS, TOK, P + count, early_stopping=False, **draw)
         assert [piece.shape[1] - P for piece in pieces] == lengths
         assert all(torch.equal(piece, whole[:, : piece.shape[1]]) for piece in pieces)
 
 
 def test_stream_waits_for_rows_still_in_prefill(model):
     with LLM(model, kv_memory="4MB", max_batch_tokens=5) as llm:  # prompts in chunks, one by one
-        pieces = list(
-            generate_streaming(llm, IDS, ENDLESS, P + 7, do_sample=False, stream_interval=1)
-        )
+        stream = generate_streaming(llm, IDS, ENDLESS, P + 7, do_sample=False, stream_interval=1)
+        pieces = list(stream)
     whole = greedy(model, length=P + 7)
     assert [piece.shape[1] - P for piece in pieces] == [1, 2, 3, 4, 5, 6, 7]
     assert all(torch.equal(piece, whole[:, : piece.shape[1]]) for piece in pieces)
@@ -397,20 +388,10 @@ def test_results_are_no_inference_tensors_inside_inference_mode(model):
 
 
 def test_result_equals_verbatim_generate(model):
-    out = generate(model, IDS, TOK, P + 12, seed=9, temperature=0.8, top_k=20, top_p=0.9)
-    expected = verbatim.generate(
-        model,
-        IDS,
-        (IDS != PAD).long(),
-        max_new_tokens=12,
-        seed=9,
-        temperature=0.8,
-        top_k=20,
-        top_p=0.9,
-        stop_token_ids=[EOS],
-        ignore_eos=True,
-    )
-    assert torch.equal(out, expected)
+    draw = dict(seed=9, temperature=0.8, top_k=20, top_p=0.9)
+    ends = dict(max_new_tokens=12, stop_token_ids=[EOS], ignore_eos=True)
+    expected = verbatim.generate(model, IDS, (IDS != PAD).long(), **draw, **ends)
+    assert torch.equal(generate(model, IDS, TOK, P + 12, **draw), expected)
 
 
 def test_empty_batch_returns_empty_result(model):
@@ -484,13 +465,9 @@ def test_stream_raises_request_failed_when_its_engine_is_closed(model):
 
 
 def test_nan_logits_raise_request_failed_in_generate_and_stream(model):
-    actor = LateNaN(model, P + 3)
-    stream = generate_streaming(actor, IDS, ENDLESS, P + 20, stream_interval=1)
-    pieces = []
-    with pytest.raises(RequestFailed, match="no token can be drawn"):
-        pieces.extend(stream)
-    with pytest.raises(RequestFailed, match="no token can be drawn"):
-        generate(actor, IDS, ENDLESS, P + 20)
+    for call in (generate, end_of_stream):
+        with pytest.raises(RequestFailed, match="no token can be drawn"):
+            call(LateNaN(model, P + 3), IDS, ENDLESS, P + 20, stream_interval=1)
 
 
 class LateNaN(DictActor):
@@ -528,18 +505,14 @@ def test_outer_forward_of_actor_is_called(model):
 
 def test_actor_gets_whole_unpadded_rows_one_at_a_time(model):
     actor = SimpleActor(copy.deepcopy(model).train())
-    out = greedy(actor, length=P + 2)
-    assert torch.equal(out, greedy(model, length=P + 2))
     lengths = [len(row) for row in ROWS]
-    assert actor.calls[0] == (1, 1)  # the probe of its vocabulary size
-    assert sorted(actor.calls[1:]) == sorted((1, n + step) for n in lengths for step in range(2))
-    assert actor.held.training
-
-
-def test_bound_method_runs_as_actor_with_its_owner_in_eval_mode(model):
-    actor = SimpleActor(copy.deepcopy(model).train())
-    assert torch.equal(greedy(actor.__call__, length=P + 2), greedy(model, length=P + 2))
-    assert actor.held.training
+    for target in (actor, actor.__call__):  # also a bound method
+        actor.calls.clear()
+        assert torch.equal(greedy(target, length=P + 2), greedy(model, length=P + 2))
+        probe, *calls = actor.calls  # the first is for its vocabulary size
+        assert probe == (1, 1)
+        assert sorted(calls) == sorted((1, n + step) for n in lengths for step in range(2))
+        assert actor.held.training
 
 
 def test_training_modes_are_restored_after_call_and_after_exception(model):
@@ -614,13 +587,8 @@ def test_model_with_unsupported_state_runs_row_by_row(monkeypatch):
 
 
 def test_non_generative_models_and_callables_are_rejected(model):
-    config = BertConfig(
-        vocab_size=64,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-    )
+    sizes = dict(num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    config = BertConfig(vocab_size=64, hidden_size=16, **sizes)
     refused = [
         (build(BertForMaskedLM, config), "can't be run on flat batches"),
         (lambda tokens: None, "takes tokens and no input_ids"),
@@ -655,14 +623,12 @@ def test_module_with_kv_caches_reuses_its_engine():
     assert new(greedy(module)) == expected
     # Each token runs once: its cache is used, and no new engine is opened, which would run a trial.
     assert sum(rows * width for rows, width in module.calls) <= sum(len(row) + 9 for row in ROWS)
-    *_, last = generate_streaming(module, IDS, ENDLESS, P + 10, do_sample=False)
-    assert new(last) == expected
+    assert new(end_of_stream(module, IDS, ENDLESS, P + 10, do_sample=False)) == expected
     assert new(greedy(nn.DataParallel(module))) == expected
     with pytest.warns(UserWarning, match="limit is 64"):
         assert greedy(module, length=65).equal(greedy(module, length=64))
-    with pytest.raises(
-        InvalidRequest, match="note is not supported: the engine prepares the inputs of Toy"
-    ):
+    message = "note is not supported: the engine prepares the inputs of Toy"
+    with pytest.raises(InvalidRequest, match=message):
         greedy(module, note=1)
 
 
@@ -924,16 +890,9 @@ def test_each_hook_works_alone_and_gets_caller_keyword_arguments(model):
         return plain_inputs(input_ids, **model_kwargs)
 
     expected = greedy(model, length=P + 4)
-    runs = [(None, update), (prepare, None), (prepare, update)]
-    for one, other in runs:
-        out = greedy(
-            model,
-            length=P + 4,
-            prepare_inputs_fn=one,
-            update_model_kwargs_fn=other,
-            note="a note",
-        )
-        assert torch.equal(out, expected)
+    for one, other in ((None, update), (prepare, None), (prepare, update)):
+        hooks = dict(prepare_inputs_fn=one, update_model_kwargs_fn=other)
+        assert torch.equal(greedy(model, length=P + 4, note="a note", **hooks), expected)
     shapes = [shape for shape, _ in updates]
     assert shapes == [(4, P + step, 128) for step in range(4)] * 2
     assert updates[0][1] == ["attention_mask", "note"]
@@ -1021,7 +980,7 @@ def test_hook_exception_propagates_and_model_stays_usable(model, which):
         return OUR_HOOKS[which](*args, **kwargs)
 
     model.train()
-    for call in (generate, lambda *a, **k: list(generate_streaming(*a, **k))):
+    for call in (generate, end_of_stream):
         calls.clear()
         with pytest.raises(Mine) as caught:
             call(model, IDS, TOK, P + 10, **{**OUR_HOOKS, which: hook})
@@ -1033,9 +992,7 @@ def test_hook_exception_propagates_and_model_stays_usable(model, which):
 
 def test_hook_returning_none_raises_request_failed(model):
     for name in OUR_HOOKS:
-        with pytest.raises(
-            RequestFailed, match=rf"{name} returned NoneType; it must return a dict"
-        ):
+        with pytest.raises(RequestFailed, match=f"{name} returned NoneType; it must return a dict"):
             greedy(model, **{**OUR_HOOKS, name: lambda *args, **kwargs: None})
 
 
@@ -1066,9 +1023,8 @@ def test_unsupported_uses_of_hooks_are_rejected(llm, model):
 
 def test_hook_helpers_behave_as_documented():
     ids, mask = torch.tensor([[0, 5, 6]]), torch.tensor([[0, 1, 1]])
-    assert prepare_inputs_fn(ids)["input_ids"].equal(ids) and set(prepare_inputs_fn(ids)) == {
-        "input_ids"
-    }
+    assert prepare_inputs_fn(ids)["input_ids"].equal(ids)
+    assert set(prepare_inputs_fn(ids)) == {"input_ids"}
     inputs = prepare_inputs_fn(ids, attention_mask=mask, use_cache=True)
     assert inputs["attention_mask"] is mask and inputs["use_cache"] is True
     assert inputs["position_ids"].tolist() == [[0, 0, 1]]

@@ -97,11 +97,20 @@ def run_static(controller, *params, prompts=None):
     return list(done.values())
 
 
+def run_one(controller, request):
+    return controller.generate_all_output_tokens_static_batch({1: request})[1]
+
+
+def add(controller, requests):
+    for request in requests.values():
+        controller.inference_context.add_request(request)
+    return requests
+
+
 def run_dynamic(controller, requests, step=None):
     """Step until nothing is left; return the sampled ids of each request, and the result of each step."""
     step = step or controller.generate_output_tokens_dynamic_batch
-    for request in requests.values():
-        controller.inference_context.add_request(request)
+    add(controller, requests)
     joined, steps = defaultdict(list), []
     while (answer := step()) is not None:
         steps.append(answer)
@@ -340,7 +349,7 @@ def test_greedy_is_top_k_1_or_temperature_0(controller):
     assert one.generated_tokens.tolist() == two.generated_tokens.tolist()
 
 
-def test_top_k_and_top_p_work_together(controller, llm):
+def test_top_k_and_top_p_work_together(controller):
     # The original asserts that one of them is off, so its server's default top_p rejected every top_k.
     logits = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1]])).repeat(300, 1)
     torch.manual_seed(0)
@@ -352,11 +361,6 @@ def test_top_k_and_top_p_work_together(controller, llm):
     ):
         drawn = controller._torch_sampling_func(logits, 1.0, top_k, top_p)
         assert set(drawn.tolist()) == kept
-    params = SamplingParams(top_k=20, top_p=0.8, seed=3, num_tokens_to_generate=6)
-    (request,) = run_static(controller, params)
-    native = HouseParams(top_k=20, top_p=0.8, seed=3, max_tokens=6)
-    (result,) = llm.generate([request.prompt_tokens], native)
-    assert request.generated_tokens.tolist() == result.outputs[0].token_ids
 
 
 def test_vocab_size_masks_ids_beyond_it(controller):
@@ -512,8 +516,7 @@ def test_routing_is_recorded_per_step_and_request_across_preemptions(draft):
         text_controller.set_stop_word_finished_ids_callback(
             lambda ids: [i for i in ids if i == 11 and len(requests[i].generated_tokens) == 9]
         )
-        for request in requests.values():
-            text_controller.inference_context.add_request(request)
+        add(text_controller, requests)
         parts, paused, running = defaultdict(list), set(), True
         while running:
             text_controller.inference_context.step()
@@ -600,15 +603,15 @@ def test_segments_join_to_generated_text(controller):
     assert "".join(request.generated_segments) == request.generated_text
     assert len(request.segments) == request.prompt_length + request.generated_length
     assert request.text.endswith(request.generated_text)
-    ids = request.generated_tokens
-    text, parts = controller.detokenize_generations(ids, torch.tensor(len(ids)), True)
-    assert "".join(parts) == text
-    text, parts = controller.detokenize_generations(ids, torch.tensor([3]), False)
-    assert parts is None and text == controller.detokenize(controller.tokenizer, ids[:3].tolist())
 
 
-def test_batch_is_detokenized_by_its_lengths(controller):
+def test_rows_are_detokenized_by_their_lengths(controller):
     ids = torch.tensor([random_ids(6, 1, high=VOCAB), random_ids(6, 2, high=VOCAB)])
+    text, parts = controller.detokenize_generations(ids[0], torch.tensor([3]), False)
+    assert parts is None
+    assert text == controller.detokenize(controller.tokenizer, ids[0, :3].tolist())
+    text, parts = controller.detokenize_generations(ids[0], torch.tensor(6), True)
+    assert "".join(parts) == text
     lengths = torch.tensor([3, 6])
     rows = [controller.detokenize_generations(ids[b], lengths[b], True) for b in range(2)]
     texts, parts = controller.detokenize_generations(ids, lengths, True)
@@ -632,17 +635,17 @@ def test_replaced_tokenizer_takes_effect_everywhere(controller, llm):
             return super().detokenize(ids).upper()
 
     other, params = Shouting(), SamplingParams(top_k=1, num_tokens_to_generate=4)
-    request = InferenceRequest(request_id=1, prompt="dog", sampling_params=params)
-    controller.inference_context.add_request(request)
+    first, request, expected = (
+        InferenceRequest(request_id=1, prompt="dog", sampling_params=params) for _ in range(3)
+    )
+    controller.inference_context.add_request(first)
     with pytest.raises(InvalidRequest, match="holds 1 requests"):
         controller.tokenizer = other
     while controller.generate_output_tokens_dynamic_batch() is not None:
         pass
     controller.tokenizer = other
-    request = InferenceRequest(request_id=2, prompt="dog", sampling_params=params)
-    controller.generate_all_output_tokens_static_batch({2: request})
-    expected = InferenceRequest(request_id=2, prompt="dog", sampling_params=params)
-    TextGenerationController(llm, other).generate_all_output_tokens_static_batch({2: expected})
+    run_one(controller, request)
+    run_one(TextGenerationController(llm, other), expected)
     assert list(request.prompt_tokens) == other.tokenize("dog") == list(expected.prompt_tokens)
     assert request.text == expected.text and controller.tokenizer is other
     ids = request.generated_tokens
@@ -650,43 +653,40 @@ def test_replaced_tokenizer_takes_effect_everywhere(controller, llm):
     assert text == controller.detokenize(other, ids.tolist())
 
 
-def test_prompt_may_be_text(controller, hf):
+def test_prompt_may_be_text_or_ids_and_text_starts_with_it(controller, hf):
+    ids = hf("the lazy dog", add_special_tokens=False)["input_ids"]
     params = SamplingParams(
         top_k=1, num_tokens_to_generate=3, add_BOS=True, return_prompt_tokens=True
     )
     request = InferenceRequest(request_id=1, prompt="the lazy dog", sampling_params=params)
-    controller.generate_all_output_tokens_static_batch({1: request})
-    assert request.prompt_tokens == [1, *hf("the lazy dog", add_special_tokens=False)["input_ids"]]
+    run_one(controller, request)
+    assert request.prompt_tokens == [1, *ids]
     assert request.text == "the lazy dog" + request.generated_text
     assert len(request.tpot) == request.generated_length
+    for prompt in ("the lazy dog", "something else", None):
+        request = InferenceRequest(
+            request_id=1, prompt=prompt, prompt_tokens=ids, sampling_params=params
+        )
+        run_one(controller, request)
+        assert request.text == (prompt or "the lazy dog") + request.generated_text
+        assert request.prompt_tokens is ids
     (request,) = run_static(controller, SamplingParams(top_k=1, detokenize_generations=False))
     assert request.generated_text is None and len(request.generated_tokens) > 0
 
 
 REFUSED = [
-    (InvalidRequest, dict(streaming_interval=0)),
-    (InvalidRequest, dict(temperature=-1.0)),
-    (InvalidRequest, dict(temperature=float("nan"))),
-    (InvalidRequest, dict(top_p=1.5)),
-    (InvalidRequest, dict(top_p=torch.ones(2))),
-    (InvalidRequest, dict(streaming=torch.ones(2))),
-    (InvalidRequest, dict(top_k=-1)),
-    (InvalidRequest, dict(top_k=2.0)),
-    (InvalidRequest, dict(num_tokens_to_generate=-1)),
-    (InvalidRequest, dict(num_tokens_to_generate=3, num_tokens_total=9)),
-    (InvalidRequest, dict(termination_id=-2)),
-    (InvalidRequest, dict(top_n_logprobs=-1)),
-    (InvalidRequest, dict(seed=2**63)),
-    (InvalidRequest, dict(stop_words="the")),
-    (InvalidRequest, dict(add_BOS=1)),
-    (InvalidRequest, dict(return_prompt_top_n_logprobs=True)),
-    (InvalidRequest, dict(return_prompt_top_n_logprobs=True, top_n_logprobs=2, skip_prompt_log_probs=True)),
+    dict(streaming_interval=0), dict(temperature=-1.0), dict(temperature=float("nan")), dict(top_p=1.5),
+    dict(top_p=torch.ones(2)), dict(streaming=torch.ones(2)), dict(top_k=-1), dict(top_k=2.0),
+    dict(num_tokens_to_generate=-1), dict(num_tokens_to_generate=3, num_tokens_total=9),
+    dict(termination_id=-2), dict(top_n_logprobs=-1), dict(seed=2**63), dict(stop_words="the"),
+    dict(add_BOS=1), dict(return_prompt_top_n_logprobs=True),
+    dict(return_prompt_top_n_logprobs=True, top_n_logprobs=2, skip_prompt_log_probs=True),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("error", "fields"), REFUSED)
-def test_invalid_sampling_params_are_rejected(error, fields):
-    with pytest.raises(error, match=next(iter(fields))):
+@pytest.mark.parametrize("fields", REFUSED)
+def test_invalid_sampling_params_are_rejected(fields):
+    with pytest.raises(InvalidRequest, match=next(iter(fields))):
         SamplingParams(**fields)
 
 
@@ -918,9 +918,7 @@ def test_prep_inference_input_returns_positions_and_mask(controller):
 
 def test_skip_bookkeeping_returns_step_without_committing_it(controller, llm):
     expected, _ = run_dynamic(controller, requests_of(*mixed()))
-    requests = requests_of(*mixed(), kind=DynamicInferenceRequest)
-    for request in requests.values():
-        controller.inference_context.add_request(request)
+    requests = add(controller, requests_of(*mixed(), kind=DynamicInferenceRequest))
 
     def peek():
         return asyncio.run(
@@ -976,9 +974,7 @@ def test_synchronous_step_inside_its_event_loop_raises(controller):
 
 def test_steps_driven_by_other_calls_lose_no_token(controller, llm):
     expected, _ = run_dynamic(controller, requests_of(*mixed()))
-    requests = requests_of(*mixed())
-    for request in requests.values():
-        controller.inference_context.add_request(request)
+    requests = add(controller, requests_of(*mixed()))
     before = facts(llm.generate([[9, 8, 7]], HouseParams(max_tokens=30, seed=1))[0])
     peek = controller.async_generate_output_tokens_dynamic_batch(skip_bookkeeping=True)
     assert asyncio.run(peek)["sample"].tolist() == [ids[0] for ids in expected.values()]
@@ -1077,12 +1073,12 @@ def test_reused_request_keeps_no_previous_results(controller):
     )
     plain = SamplingParams(num_tokens_to_generate=6, seed=1, no_early_termination=True)
     request = DynamicInferenceRequest(request_id=1, prompt="The fox", sampling_params=full)
-    controller.generate_all_output_tokens_static_batch({1: request})
+    run_one(controller, request)
     assert len(request.generated_log_probs) == len(request.generated_segments) == 3
     request.prompt, request.sampling_params, request.error = "Another", plain, ValueError("old")
-    controller.generate_all_output_tokens_static_batch({1: request})
+    run_one(controller, request)
     fresh = DynamicInferenceRequest(request_id=1, prompt="Another", sampling_params=plain)
-    controller.generate_all_output_tokens_static_batch({1: fresh})
+    run_one(controller, fresh)
     assert request.succeeded() and request.text == fresh.text
     assert request.text == "Another" + request.generated_text
     timed = {"arrival_time", "tpot", "ttft", "latency", "num_cached_tokens"}
@@ -1091,18 +1087,6 @@ def test_reused_request_keeps_no_previous_results(controller):
             mine, other = getattr(request, field.name), getattr(fresh, field.name)
             assert torch.equal(mine, other) if torch.is_tensor(mine) else mine == other, field.name
     assert request.generated_tokens == fresh.generated_tokens and len(request.tpot) == 6
-
-
-def test_text_starts_with_prompt_or_with_detokenized_prompt_tokens(controller, hf):
-    ids = hf("the lazy dog", add_special_tokens=False)["input_ids"]
-    params = SamplingParams(num_tokens_to_generate=2, top_k=1)
-    for prompt in ("the lazy dog", "something else", None):
-        request = InferenceRequest(
-            request_id=1, prompt=prompt, prompt_tokens=ids, sampling_params=params
-        )
-        controller.generate_all_output_tokens_static_batch({1: request})
-        assert request.text == (prompt or "the lazy dog") + request.generated_text
-        assert request.prompt_tokens is ids
 
 
 # ---- streams
@@ -1120,47 +1104,35 @@ def read_texts(stream):
     return [item.generated_text for item in read(stream)]
 
 
-def test_streamed_results_grow_to_final_result_of_request(controller):
+@pytest.mark.parametrize("when", ["during the run", "after it"])
+def test_streamed_results_show_output_of_their_step(controller, when):
+    requests = requests_of(*(SamplingParams(**fields, return_segments=True) for fields in MIXED))
+    streams = {key: AsyncStream(key, lambda: None) for key in (10, 11, "12")}
     expected = run_static(controller, *mixed())
-    requests = requests_of(*mixed())
-    streams = {11: AsyncStream(11, lambda: None), "12": AsyncStream("12", lambda: None)}
 
     async def main():
+        run = controller.generate_all_output_tokens_static_batch, requests, streams
+        if when == "after it":
+            run[0](*run[1:])
         readers = [asyncio.create_task(items_of(stream)) for stream in streams.values()]
-        await asyncio.to_thread(
-            controller.generate_all_output_tokens_static_batch, requests, streams
-        )
-        return dict(zip((11, 12), await asyncio.gather(*readers), strict=True))
+        if when == "during the run":
+            await asyncio.to_thread(*run)
+        return await asyncio.gather(*readers)
 
     seen = asyncio.run(main())
-    for request, other in zip(requests.values(), expected, strict=True):
+    for request, other, items in zip(requests.values(), expected, seen, strict=True):
         assert request.generated_tokens.tolist() == other.generated_tokens.tolist()
-    for number, items in seen.items():
-        lengths = [item.generated_length for item in items]
-        assert lengths == sorted(lengths) and len(items) > 1
-        assert items[-1].generated_text == requests[number].generated_text
-        assert items[-1].generated_tokens.tolist() == requests[number].generated_tokens.tolist()
-        for item in items:
-            assert requests[number].generated_text.startswith(item.generated_text)
-    assert seen[12][-1].generated_log_probs == requests[12].generated_log_probs
-    assert seen[11][-1].generated_log_probs is None
-
-
-def test_results_read_after_end_show_output_of_their_step(controller):
-    params = dict(return_log_probs=True, return_segments=True)
-    requests = requests_of(*(SamplingParams(**fields | params) for fields in MIXED))
-    streams = {number: AsyncStream(number, lambda: None) for number in requests}
-    controller.generate_all_output_tokens_static_batch(requests, streams)
-    for number, request in requests.items():
-        items = read(streams[number])
         lengths = [item.generated_length for item in items]
         assert lengths == sorted(set(lengths)) and lengths[-1] == request.generated_length
+        assert len(lengths) > 1
         for item in items:
             length = item.generated_length
             assert item.status is Status.ACTIVE_AND_GENERATING_TOKENS and item.text is None
             assert item.generated_tokens.tolist() == request.generated_tokens.tolist()[:length]
-            assert item.generated_log_probs == request.generated_log_probs[:length]
+            log_probs = request.generated_log_probs
+            assert item.generated_log_probs == (log_probs and log_probs[:length])
             assert request.generated_text.startswith(item.generated_text)
+        assert items[-1].generated_text == request.generated_text
         assert items[-1].generated_segments == request.generated_segments
         assert items[0].generated_segments == request.generated_segments[: lengths[0]]
 
@@ -1195,13 +1167,10 @@ def fail_token(monkeypatch, seed, at):
     monkeypatch.setattr(verbatim.engine.engine, "commit", commit)
 
 
-@pytest.mark.parametrize("streamed", [[], [10, 11, 12]])
-def test_failed_request_of_static_batch_does_not_fail_others(controller, monkeypatch, streamed):
-    expected = run_static(controller, *mixed())
-    fail_token(monkeypatch, seed=11, at=3)
-    requests = requests_of(*mixed())
+def run_failing(controller, requests, streamed, expected, error, match):
+    """Run a static batch, in which only the second request fails; streams show that, too."""
     streams = {number: AsyncStream(number, lambda: None) for number in streamed}
-    with pytest.raises(RequestFailed, match="that one") as raised:
+    with pytest.raises(error, match=match) as raised:
         controller.generate_all_output_tokens_static_batch(requests, streams)
     statuses = [request.status for request in requests.values()]
     assert statuses == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
@@ -1212,8 +1181,15 @@ def test_failed_request_of_static_batch_does_not_fail_others(controller, monkeyp
         if number in streams:
             assert read_texts(streams[number])[-1] == other.generated_text
     if 11 in streams:
-        with pytest.raises(RequestFailed, match="that one"):
+        with pytest.raises(error, match=match):
             read_texts(streams[11])
+
+
+@pytest.mark.parametrize("streamed", [[], [10, 11, 12]])
+def test_failed_request_of_static_batch_does_not_fail_others(controller, monkeypatch, streamed):
+    expected = run_static(controller, *mixed())
+    fail_token(monkeypatch, seed=11, at=3)
+    run_failing(controller, requests_of(*mixed()), streamed, expected, RequestFailed, "that one")
 
 
 @pytest.mark.parametrize("at", [3, 7])
@@ -1231,17 +1207,8 @@ def test_detokenizer_error_of_one_request_does_not_fail_others(llm, at):
     requests = requests_of(*mixed())
     for request in requests.values():
         request.sampling_params.return_segments = True
-    streams = {number: AsyncStream(number, lambda: None) for number in requests}
     text_controller = TextGenerationController(llm, Broken())
-    with pytest.raises(Exception, match="no such text") as raised:
-        text_controller.generate_all_output_tokens_static_batch(requests, streams)
-    statuses = [request.status for request in requests.values()]
-    assert statuses == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
-    assert requests[11].error is raised.value
-    for number, other in zip((10, 12), (expected[0], expected[2]), strict=True):
-        assert read_texts(streams[number])[-1] == other.generated_text
-    with pytest.raises(Exception, match="no such text"):
-        read_texts(streams[11])
+    run_failing(text_controller, requests, [*requests], expected, Exception, "no such text")
     requests = requests_of(*mixed(), kind=DynamicInferenceRequest)
     run_dynamic(text_controller, requests)
     assert [request.failed() for request in requests.values()] == [False, True, False]
@@ -1396,8 +1363,7 @@ def test_dynamic_step_methods_called_one_by_one(controller):
         SamplingParams(temperature=0.5, return_log_probs=True, num_tokens_to_generate=1),
         SamplingParams(top_k=1, num_tokens_to_generate=1),
     )
-    for request in requests.values():
-        controller.inference_context.add_request(request)
+    add(controller, requests)
     controller._dynamic_step_sample_bookkeeping()
     assert controller._torch_sampling_buckets == [([0, 2], 1.0, 1, 0.0), ([1], 0.5, 0, 0.0)]
     assert controller._dynamic_step_log_probs_bookkeeping() == (True, False)

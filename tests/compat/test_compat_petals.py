@@ -85,7 +85,11 @@ def toy() -> Any:
 @pytest.fixture(scope="module")
 def model(toy: Any) -> Iterator[DistributedModelForCausalLM]:
     with LLM(toy, kv_memory="4MB") as llm:
-        yield AutoDistributedModelForCausalLM.from_pretrained(llm)
+        yield opened(llm)
+
+
+def opened(model: Any, **options: Any) -> Any:
+    return AutoDistributedModelForCausalLM.from_pretrained(model, **options)
 
 
 def alike(mine: torch.Tensor, theirs: torch.Tensor, eos: int = EOS) -> bool:
@@ -285,10 +289,8 @@ def test_continued_session_calls_equal_one_call(model: Any, do_sample: bool, end
     assert ends == bool((whole[0, 11:] == 0).all())
     with model.inference_session(max_length=16, seed=5) as session:
         parts = [
-            model.generate(
-                ROWS if n == 0 else None, max_new_tokens=new, eos_token_id=eos, **options
-            )
-            for n, new in enumerate((1, 6, 1))
+            model.generate(ids, max_new_tokens=new, eos_token_id=eos, **options)
+            for ids, new in ((ROWS, 1), (None, 6), (None, 1))
         ]
         assert [part.shape[1] for part in parts] == [8, 6, 1]
         assert torch.equal(torch.cat(parts, dim=1), whole)
@@ -402,7 +404,7 @@ def test_call_uses_given_or_innermost_active_session(model: Any, toy: Any) -> No
             assert in_thread(lambda: model.active_session).result() is None
         assert model.active_session is outer and inner.closed
         assert torch.equal(outer.output_ids, alone) and inner.position == 10
-        with AutoDistributedModelForCausalLM.from_pretrained(toy) as other:
+        with opened(toy) as other:
             assert other.active_session is None
             with pytest.raises(InvalidRequest, match="belongs to another model"):
                 other.generate(ROWS, session=outer, max_new_tokens=1)
@@ -441,7 +443,7 @@ def test_failed_call_leaves_session_unchanged(model: Any) -> None:
 
 def test_sessions_reserve_blocks_and_free_them(toy: Any) -> None:
     with LLM(toy, kv_memory="100KB", block_size=16) as llm:
-        model = AutoDistributedModelForCausalLM.from_pretrained(llm)
+        model = opened(llm)
         blocks = llm.stats()["blocks_free"]
         rows = ROWS[:1].repeat(blocks // 2 + 1, 1)
         with model.inference_session(max_length=32) as session:
@@ -477,9 +479,8 @@ def test_stopping_criteria_end_rows_independently(model: Any, toy: Any) -> None:
         assert outputs[row, 7:].tolist() == (new[:cut] + [0] * 12)[: outputs.shape[1] - 7]
     assert outputs[1, 7:].tolist()[4] == last
     verdicts: list[Any] = [None, False, True]
-    ended = model.generate(
-        ROWS[:1], max_new_tokens=12, stopping_criteria=[lambda *_: verdicts.pop(0)], **FREE
-    )
+    by_verdict = [lambda *_: verdicts.pop(0)]
+    ended = model.generate(ROWS[:1], max_new_tokens=12, stopping_criteria=by_verdict, **FREE)
     assert ended.shape == (1, 10) and not verdicts
     criteria = StoppingCriteriaList([MaxLengthCriteria(10)])
     assert model.generate(ROWS, max_new_tokens=12, stopping_criteria=criteria).shape == (2, 10)
@@ -497,7 +498,7 @@ def test_stopping_criteria_end_rows_independently(model: Any, toy: Any) -> None:
 
 def test_stopping_criteria_see_each_accepted_draft_token(toy: Any) -> None:
     with LLM(toy, draft=make_toy("llama", max_position_embeddings=128), num_draft_tokens=4) as llm:
-        model = AutoDistributedModelForCausalLM.from_pretrained(llm)
+        model = opened(llm)
         free = model.generate(ROWS, max_new_tokens=12, **FREE)
         lengths: list[int] = []
 
@@ -514,35 +515,29 @@ def test_stop_strings_and_streamers(capsys: pytest.CaptureFixture[str]) -> None:
     tok = byte_level().hf
     toy = make_toy("llama", vocab_size=340)
     with LLM(toy, tokenizer=tok, kv_memory="1MB") as llm:
-        model = AutoDistributedModelForCausalLM.from_pretrained(llm)
+        model = opened(llm)
         ids = torch.tensor([tok(text).input_ids[:4] for text in ("the lazy dog", "one two three")])
         tokenized = dict(input_ids=ids, token_type_ids=torch.zeros(2, 4), attention_mask=ids > -1)
-        free = model.generate(**tokenized, max_new_tokens=12, **FREE)
-        width = tokenized["input_ids"].shape[1]
+        free, width = model.generate(**tokenized, max_new_tokens=12, **FREE), ids.shape[1]
         word = tok.decode(free[0, width + 3 : width + 5])
         outputs = model.generate(**tokenized, max_new_tokens=12, stop_strings=[word], **FREE)
-        assert word in tok.decode(outputs[0]) and outputs[0, width + 5 :].tolist() in (
-            [0] * (outputs.shape[1] - width - 5),
-            [],
-        )
+        assert word in tok.decode(outputs[0]) and not outputs[0, width + 5 :].any()
 
         def streamed(**kwargs: Any) -> tuple[torch.Tensor, list[Any]]:
             put: list[Any] = []
             streamer = SimpleNamespace(put=put.append, end=lambda: put.append("end"))
             return model.generate(**kwargs, streamer=streamer), put
 
-        outputs, (first, *columns, end) = streamed(
-            **tokenized, max_new_tokens=9, eos_token_id=int(free[1, -4])
-        )
-        assert torch.equal(first, tokenized["input_ids"]) and end == "end"
+        eos = int(free[1, -4])
+        outputs, (first, *columns, end) = streamed(**tokenized, max_new_tokens=9, eos_token_id=eos)
+        assert torch.equal(first, ids) and end == "end"
         assert torch.equal(torch.stack(columns, dim=1), outputs[:, width:])
         with model.inference_session(max_length=64):
             model.generate(**tokenized, max_new_tokens=2, **FREE)
             _, put = streamed(inputs=None, max_new_tokens=2, **FREE)
         assert [list(ids.shape) for ids in put[:-1]] == [[2, 0], [2], [2]]
-        outputs = model.generate(
-            ids[:1], max_new_tokens=9, streamer=TextStreamer(tok, skip_prompt=True)
-        )
+        printing = TextStreamer(tok, skip_prompt=True)
+        outputs = model.generate(ids[:1], max_new_tokens=9, streamer=printing)
         assert capsys.readouterr().out == tok.decode(outputs[0, width:]) + "\n"
 
 
@@ -658,17 +653,14 @@ def test_inputs_embeds_and_assistant_model_give_same_tokens(model: Any, toy: Any
     assert torch.equal(outputs, model.generate(row, max_new_tokens=4))
 
 
-def test_session_rejects_guidance_scale(model: Any) -> None:
-    with model.inference_session(), pytest.raises(NotSupported, match="guidance_scale"):
-        model.generate(ROWS, max_new_tokens=2, guidance_scale=2.0)
-
-
 def test_sessions_reject_invalid_arguments(model: Any) -> None:
     for length in (0, 4096, "long"):
         with pytest.raises(InvalidRequest, match="max_length"):
             model.inference_session(max_length=length)
     with model.inference_session(seed=4) as session:
         assert session.max_length == model.llm.max_length == 128
+        with pytest.raises(NotSupported, match="guidance_scale"):
+            model.generate(ROWS, max_new_tokens=2, guidance_scale=2.0)
         with pytest.raises(NotSupported, match="num_return_sequences=2"):
             model.generate(ROWS, max_new_tokens=1, do_sample=True, num_return_sequences=2)
         model.generate(ROWS, max_new_tokens=1)
@@ -693,31 +685,23 @@ def test_from_pretrained_opens_llm_live_module_and_folder(
     with pytest.raises(NotSupported, match="cuda"):
         model.to("cuda")
     with pytest.raises(InvalidRequest, match="open already"):
-        AutoDistributedModelForCausalLM.from_pretrained(model.llm, torch_dtype="auto")
+        opened(model.llm, torch_dtype="auto")
 
     class Mixed(RemoteGenerationMixin):
         llm = model.llm
 
-    assert torch.equal(
-        Mixed().generate(ROWS, max_new_tokens=3), model.generate(ROWS, max_new_tokens=3)
-    )
-    live = AutoDistributedModelForCausalLM.from_pretrained(toy)
-    assert torch.equal(
-        live.generate(ROWS, max_new_tokens=3), model.generate(ROWS, max_new_tokens=3)
-    )
-    live.llm.close()
     toy.save_pretrained(tmp_path)
-    opened = AutoDistributedModelForCausalLM.from_pretrained(
-        str(tmp_path), torch_dtype=torch.float32, low_cpu_mem_usage=True, kv_memory="1MB"
-    )
-    llm = opened.llm
-    assert torch.equal(
-        opened.generate(ROWS, max_new_tokens=3), model.generate(ROWS, max_new_tokens=3)
-    )
-    opened.close()
-    opened.close()
+    options = dict(torch_dtype=torch.float32, low_cpu_mem_usage=True, kv_memory="1MB")
+    live, loaded = opened(toy), opened(str(tmp_path), **options)
+    for other in (Mixed(), live, loaded):
+        ids = other.generate(ROWS, max_new_tokens=3)
+        assert torch.equal(ids, model.generate(ROWS, max_new_tokens=3))
+    live.llm.close()
+    llm = loaded.llm
+    loaded.close()
+    loaded.close()
     with pytest.raises(EngineClosed):
-        opened.generate(ROWS, max_new_tokens=3)
+        loaded.generate(ROWS, max_new_tokens=3)
     assert llm.engine.closed and not model.llm.engine.closed
     with pytest.raises(InvalidRequest, match="'bloom'"):
         DistributedBloomForCausalLM.from_pretrained(str(tmp_path))
@@ -749,12 +733,11 @@ def test_from_pretrained_options_map_to_llm_options(
     def llm(name: str, **kwargs: Any) -> LLM:
         raise Opened(name, kwargs)
 
-    monkeypatch.setattr(
-        petals_model, "LLM", type("LLM", (), {"__new__": lambda _, *a, **k: llm(*a, **k)})
-    )
-    with pytest.raises(Opened) as opened:
-        AutoDistributedModelForCausalLM.from_pretrained("name", **options)
-    assert opened.value.args == ("name", wanted)
+    stand_in = type("LLM", (), {"__new__": lambda _, *a, **k: llm(*a, **k)})
+    monkeypatch.setattr(petals_model, "LLM", stand_in)
+    with pytest.raises(Opened) as given:
+        opened("name", **options)
+    assert given.value.args == ("name", wanted)
 
 
 @pytest.mark.parametrize(
@@ -778,7 +761,7 @@ def test_from_pretrained_options_map_to_llm_options(
 )
 def test_unsupported_from_pretrained_options_are_rejected(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AutoDistributedModelForCausalLM.from_pretrained("name", **options)
+        opened("name", **options)
 
 
 # ---- the module itself
@@ -795,9 +778,8 @@ def test_module_attributes_are_available_if_model_is_whole(name: str) -> None:
     module.eval()
     with torch.no_grad():
         assert torch.equal(logits, module(ROWS).logits)
-    assert list(model.transformer.h) == list(
-        getattr(module.base_model, {"llama": "layers"}.get(name, "h"))
-    )
+    layers = getattr(module.base_model, {"llama": "layers"}.get(name, "h"))
+    assert list(model.transformer.h) == list(layers)
     assert model.transformer.config is module.config
     assert model.lm_head is module.lm_head and model.dtype is torch.float32
     assert [id(p) for p in model.parameters()] == [id(p) for p in module.parameters()]
@@ -856,7 +838,7 @@ def test_session_rejects_mixing_ids_and_hidden_states(monkeypatch: pytest.Monkey
 
 
 def test_session_survives_layer_error_if_its_cache_can_be_cropped() -> None:
-    model = AutoDistributedModelForCausalLM.from_pretrained(make_toy("llama"))
+    model = opened(make_toy("llama"))
     hidden = torch.randn(1, 2, 64)
 
     def fail(*_: Any) -> None:
