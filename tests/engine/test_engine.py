@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.scripted_runner import scripted_engine
@@ -94,18 +95,14 @@ def test_stop_token_ids_are_kept_and_lists_have_equal_length(llm: LLM) -> None:
 
 def test_every_eos_id_of_generation_config_ends_a_completion() -> None:
     model = make_toy("llama")
+    greedy = SamplingParams(temperature=0, max_tokens=9)
     with LLM(model) as llm:
-        ids = (
-            llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=9))[0]
-            .outputs[0]
-            .token_ids
-        )
+        ids = llm.generate(PROMPT, greedy)[0].outputs[0].token_ids
     model.generation_config.eos_token_id = [2, ids[4]]
     with LLM(model) as llm:
-        c = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=9))[0].outputs[0]
+        c = llm.generate(PROMPT, greedy)[0].outputs[0]
         assert c.token_ids == ids[: ids.index(ids[4]) + 1] and c.stop_reason == ids[4]
-        params = SamplingParams(temperature=0, max_tokens=9, min_tokens=7)
-        c = llm.generate(PROMPT, params)[0].outputs[0]
+        c = llm.generate(PROMPT, greedy.replace(min_tokens=7))[0].outputs[0]
         assert len(c.token_ids) >= 7 and ids[4] not in c.token_ids[:6]
 
 
@@ -166,9 +163,8 @@ def test_kv_memory_limits_blocks_and_length() -> None:
     with LLM(model, kv_memory=100_000) as llm:
         info = llm.info()
         assert info["kv_bytes"] <= 100_000
-        assert (
-            info["kv_bytes_per_token"] == 3 * 2 * 2 * 16 * 4
-        )  # layers, K and V, heads, width, bytes
+        # Layers, K and V, heads, width, bytes.
+        assert info["kv_bytes_per_token"] == 3 * 2 * 2 * 16 * 4
         limit = llm.max_length
         assert limit == (info["num_blocks"] - 1) * 16 < 256
         c = llm.generate(PROMPT, SamplingParams(ignore_eos=True))[0].outputs[0]
@@ -179,11 +175,7 @@ def test_kv_memory_limits_blocks_and_length() -> None:
         LLM(model, kv_memory=100)
 
 
-def test_engine_uses_no_torch_rng_and_no_transformers_generate(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import transformers
-
+def test_engine_uses_no_torch_rng_and_no_transformers_generate(monkeypatch: Any) -> None:
     def forbidden(*_: Any, **__: Any) -> Any:
         raise AssertionError("the engine must not come here")
 

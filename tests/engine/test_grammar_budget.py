@@ -13,7 +13,7 @@ import pytest
 
 from support.bombs import AMBIGUOUS, bombs
 from support.programs import PATIENCE_S
-from support.requests_mixed import facts
+from support.requests_mixed import facts, submitted
 from verbatim import LLM, FinishReason, InvalidRequest, RequestFailed, SamplingParams, VerbatimError
 from verbatim.core import Request
 from verbatim.sampling import grammar
@@ -29,13 +29,19 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def run(llm: LLM, *asked: SamplingParams) -> list[Request]:
-    """Run requests in one batch; errors stay in `Request.error`."""
-    requests = [llm.engine.admission.admit(PROMPT, params) for params in asked]
-    for request in requests:
-        llm.engine.submit(request)
+def submit(llm: LLM, *asked: SamplingParams) -> list[Request]:
+    return submitted(llm, [PROMPT] * len(asked), asked)
+
+
+def finish(llm: LLM) -> None:
     while llm.engine.step():
         pass
+
+
+def run(llm: LLM, *asked: SamplingParams) -> list[Request]:
+    """Run requests in one batch; errors stay in `Request.error`."""
+    requests = submit(llm, *asked)
+    finish(llm)
     return requests
 
 
@@ -61,6 +67,10 @@ class Slow:
             return original(state)
 
         monkeypatch.setattr(StructureState, "_compute", compute)
+
+    def step_until_entered(self, llm: LLM) -> None:
+        while not self.entered.is_set():
+            assert llm.engine.step()
 
 
 @pytest.fixture
@@ -108,49 +118,25 @@ def test_lexer_budget_does_not_count_other_requests() -> None:
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
-        (
-            dict(
-                json_schema={
-                    "allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(30)]
-                }
-            ),
-            "json_schema: #: too many patterns",
-        ),
-        (dict(json_schema={"type": "integer", "multipleOf": 1_000_003}), "multipleOf"),
-        (  # llguidance resolves references to any object by its address
-            dict(
-                json_schema={
-                    "$id": "http://x/a",
-                    "$ref": "http://x/a#/examples/0",
-                    "examples": [{"type": "integer", "multipleOf": 1_000_003}],
-                }
-            ),
-            "json_schema: #/examples/0: .*multipleOf|add up",
-        ),
-        (
-            dict(
-                json_schema={
-                    "type": "object",
-                    "patternProperties": {f"^{i}x": {} for i in range(300)},
-                }
-            ),
-            "300 patternProperties; at most 100",
-        ),
-        (
-            dict(grammar="start: T\nT: " + " & ".join(f"/.*a.{{{i}}}/" for i in range(20)) + "\n"),
-            "grammar: 19 intersections",
-        ),
-        (
-            dict(grammar='start: %json {"type": "integer", "multipleOf": 1000003}\n'),
-            "grammar: %json: .*multipleOf",
-        ),
+        ({"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(30)]},
+         "json_schema: #: too many patterns"),
+        ({"type": "integer", "multipleOf": 1_000_003}, "multipleOf"),
+        # llguidance resolves references to any object by its address.
+        ({"$id": "http://x/a", "$ref": "http://x/a#/examples/0",
+          "examples": [{"type": "integer", "multipleOf": 1_000_003}]},
+         "json_schema: #/examples/0: .*multipleOf|add up"),
+        ({"type": "object", "patternProperties": {f"^{i}x": {} for i in range(300)}},
+         "300 patternProperties; at most 100"),
+        ("start: T\nT: " + " & ".join(f"/.*a.{{{i}}}/" for i in range(20)) + "\n",
+         "grammar: 19 intersections"),
+        ('start: %json {"type": "integer", "multipleOf": 1000003}\n', "grammar: %json: .*multipleOf"),
     ],
-)
-def test_structure_too_costly_to_compile_is_rejected(
-    llm: LLM, asked: dict[str, Any], named: str
-) -> None:
+    ids=range(6),
+)  # fmt: skip
+def test_structure_too_costly_to_compile_is_rejected(llm: LLM, asked: Any, named: str) -> None:
+    structure = {"grammar" if isinstance(asked, str) else "json_schema": asked}
     with pytest.raises(InvalidRequest, match=named):
-        llm.engine.admission.admit(PROMPT, SamplingParams(**asked))
+        llm.engine.admission.admit(PROMPT, SamplingParams(**structure))
 
 
 # ---- masks and other requests -----------------------------------------------------------------------
@@ -159,19 +145,13 @@ def test_structure_too_costly_to_compile_is_rejected(
 def test_request_finishes_while_mask_of_another_is_computed(llm: LLM, slow: Slow) -> None:
     plain = SamplingParams(seed=3, max_tokens=40)
     expected = facts(llm.generate(PROMPT, plain)[0])
-    held, free = (
-        llm.engine.admission.admit(PROMPT, params)
-        for params in (SamplingParams(grammar=WORDS, seed=1, max_tokens=8), plain)
-    )
-    for request in (held, free):
-        llm.engine.submit(request)
+    held, free = submit(llm, SamplingParams(grammar=WORDS, seed=1, max_tokens=8), plain)
     while free.result is None:
         assert llm.engine.step()
     assert facts(free.result) == expected
     assert slow.entered.is_set() and not held.finished
     slow.release.set()
-    while llm.engine.step():
-        pass
+    finish(llm)
     assert held.result is not None and len(held.sequences[0].output_ids) > 1
 
 
@@ -197,17 +177,14 @@ def test_request_can_end_while_its_mask_is_computed(
     llm: LLM, slow: Slow, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(grammar=WORDS, n=2, timeout_s=1000.0 if how == "timeout" else None)
-    request = llm.engine.admission.admit(PROMPT, params)
-    llm.engine.submit(request)
-    while not slow.entered.is_set():
-        assert llm.engine.step()
+    (request,) = submit(llm, params)
+    slow.step_until_entered(llm)
     if how == "abort":
         llm.engine.abort(request)
     else:
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now + 1001.0)
-    while llm.engine.step():
-        pass
+    finish(llm)
     assert request.result is not None and not slow.release.is_set()
     assert {c.finish_reason for c in request.result.outputs} == {FinishReason(how)}
     assert llm.stats()["blocks_used"] == 0
@@ -215,10 +192,8 @@ def test_request_can_end_while_its_mask_is_computed(
 
 def test_engine_can_close_while_a_mask_is_computed(slow: Slow) -> None:
     with LLM() as llm:
-        request = llm.engine.admission.admit(PROMPT, SamplingParams(grammar=WORDS))
-        llm.engine.submit(request)
-        while not slow.entered.is_set():
-            assert llm.engine.step()
+        (request,) = submit(llm, SamplingParams(grammar=WORDS))
+        slow.step_until_entered(llm)
     assert request.result is not None
     assert request.result.outputs[0].finish_reason is FinishReason.ABORT
 
@@ -226,18 +201,14 @@ def test_engine_can_close_while_a_mask_is_computed(slow: Slow) -> None:
 def test_waiting_request_is_not_blocked_by_slow_mask(slow: Slow) -> None:
     with LLM(max_sequences=1) as llm:
         # With one slot, the second sample waits for its first token.
-        held = llm.engine.admission.admit(PROMPT, SamplingParams(grammar=WORDS, n=2, max_tokens=4))
-        free = llm.engine.admission.admit(PROMPT, SamplingParams(seed=1, max_tokens=4, priority=-1))
-        llm.engine.submit(held)
-        while not slow.entered.is_set():
-            assert llm.engine.step()
-        llm.engine.submit(free)
+        (held,) = submit(llm, SamplingParams(grammar=WORDS, n=2, max_tokens=4))
+        slow.step_until_entered(llm)
+        (free,) = submit(llm, SamplingParams(seed=1, max_tokens=4, priority=-1))
         while free.result is None:
             assert llm.engine.step()
         assert not held.finished
         slow.release.set()
-        while llm.engine.step():
-            pass
+        finish(llm)
         assert held.result is not None
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from support.pools import check_pool
 from support.programs import started
@@ -24,6 +25,7 @@ from verbatim.common import files as files_module
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2, ignore_eos=True)
 PROMPT = random_ids(70, seed=3)
+Opens, Folders, Patch = Callable[..., LLM], Callable[[str], Path], pytest.MonkeyPatch
 
 
 def result(llm: LLM, prompt: list[int] = PROMPT) -> tuple[Any, int]:
@@ -34,7 +36,7 @@ def result(llm: LLM, prompt: list[int] = PROMPT) -> tuple[Any, int]:
 
 
 @pytest.fixture
-def open_(folders: Callable[[str], Path], tmp_path: Path) -> Callable[..., LLM]:
+def open_(folders: Folders, tmp_path: Path) -> Opens:
     """Open a toy model with a prefix folder."""
 
     def open_toy(name: str = "llama", **options: Any) -> LLM:
@@ -62,7 +64,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_cache_kind_survives_a_restart(kind: str, open_: Callable[..., LLM]) -> None:
+def test_every_cache_kind_survives_a_restart(kind: str, open_: Opens) -> None:
     name, options = KINDS[kind]
     with open_(name, **options) as llm:
         first = [result(llm, PROMPT[:n]) for n in (70, 70, 33)]
@@ -74,7 +76,7 @@ def test_every_cache_kind_survives_a_restart(kind: str, open_: Callable[..., LLM
         assert llm.stats()["prefix_folder"]["hits"] > 0
 
 
-def test_next_conversation_turn_hits_the_saved_prefix(open_: Callable[..., LLM]) -> None:
+def test_next_conversation_turn_hits_the_saved_prefix(open_: Opens) -> None:
     params = GREEDY.replace(max_tokens=30)
     with open_("qwen3_5") as llm:
         (found,) = llm.generate([PROMPT], params)
@@ -104,9 +106,7 @@ def spoil(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["truncated", "empty", "longer", "flipped", "zeros", "external"])
-def test_damaged_file_is_a_miss_and_is_rewritten(
-    how: str, open_: Callable[..., LLM], tmp_path: Path
-) -> None:
+def test_damaged_file_is_a_miss_and_is_rewritten(how: str, open_: Opens, tmp_path: Path) -> None:
     with open_() as llm:
         first, _ = result(llm)
     kept = files(tmp_path)  # the last block first
@@ -124,7 +124,7 @@ def test_damaged_file_is_a_miss_and_is_rewritten(
         assert again == first and cached == 64
 
 
-def test_other_settings_or_salt_are_a_miss(open_: Callable[..., LLM]) -> None:
+def test_other_settings_or_salt_are_a_miss(open_: Opens) -> None:
     with open_() as llm:
         result(llm)
     for options in (
@@ -142,18 +142,20 @@ def test_other_settings_or_salt_are_a_miss(open_: Callable[..., LLM]) -> None:
         assert found.num_cached_tokens == 0
 
 
-def test_other_weights_under_the_same_name_are_a_miss(
-    open_: Callable[..., LLM], folders: Callable[[str], Path]
-) -> None:
-    """Even if the size and the modification time of the weights file stay the same."""
-    from safetensors.torch import load_file, save_file
+def scale_norm(path: Path) -> None:
+    """Change the weights in a file."""
+    tensors = load_file(path)
+    tensors["model.norm.weight"] *= 1.5
+    save_file(tensors, path, metadata={"format": "pt"})
 
+
+def test_other_weights_under_the_same_name_are_a_miss(open_: Opens, folders: Folders) -> None:
+    """Even if the size and the modification time of the weights file stay the same."""
     with open_("qwen2") as llm:
         result(llm)
     path = folders("qwen2") / "model.safetensors"
-    before, tensors = path.stat(), load_file(path)
-    tensors["model.norm.weight"] *= 1.5
-    save_file(tensors, path, metadata={"format": "pt"})
+    before = path.stat()
+    scale_norm(path)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert path.stat().st_size == before.st_size
     with open_("qwen2") as llm:
@@ -161,8 +163,6 @@ def test_other_weights_under_the_same_name_are_a_miss(
 
 
 def test_other_weights_in_a_subfolder_are_a_miss(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     folder, settings = tmp_path / "model", dict(block_size=8, prefix_folder=tmp_path / "kept")
     make_toy("llama").save_pretrained(folder)
     (folder / "inside").mkdir()
@@ -173,16 +173,12 @@ def test_other_weights_in_a_subfolder_are_a_miss(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(path.read_bytes())  # a decoy, which is not read
     with LLM(folder, **settings) as llm:  # type: ignore[arg-type]
         result(llm)
-    tensors = load_file(path)
-    tensors["model.norm.weight"] *= 1.5
-    save_file(tensors, path, metadata={"format": "pt"})
+    scale_norm(path)
     with LLM(folder, **settings) as llm:  # type: ignore[arg-type]
         assert result(llm)[1] == 0
 
 
-def test_changed_sampling_defaults_keep_prefixes_valid(
-    open_: Callable[..., LLM], folders: Callable[[str], Path]
-) -> None:
+def test_changed_sampling_defaults_keep_prefixes_valid(open_: Opens, folders: Folders) -> None:
     with open_("phi3") as llm:
         result(llm)
     path = folders("phi3") / "generation_config.json"
@@ -191,9 +187,7 @@ def test_changed_sampling_defaults_keep_prefixes_valid(
         assert result(llm)[1] > 0
 
 
-def test_updated_weights_neither_read_nor_write_prefixes(
-    open_: Callable[..., LLM], tmp_path: Path
-) -> None:
+def test_updated_weights_neither_read_nor_write_prefixes(open_: Opens, tmp_path: Path) -> None:
     with open_() as llm:
         first, _ = result(llm)
     kept = {path: path.read_bytes() for path in files(tmp_path)}
@@ -209,9 +203,7 @@ def test_updated_weights_neither_read_nor_write_prefixes(
         assert result(llm) == (first, 64)
 
 
-def test_budget_is_kept_and_first_blocks_stay_longest(
-    open_: Callable[..., LLM], tmp_path: Path
-) -> None:
+def test_budget_is_kept_and_first_blocks_stay_longest(open_: Opens, tmp_path: Path) -> None:
     with open_() as llm:
         result(llm)
     size = files(tmp_path)[0].stat().st_size
@@ -233,17 +225,22 @@ def test_budget_is_kept_and_first_blocks_stay_longest(
 
 
 def test_full_disk_ends_writing_with_one_warning(
-    open_: Callable[..., LLM],
+    open_: Opens,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def full(*args: Any, **kwargs: Any) -> Any:
-        return FullDisk(open(*args, **kwargs))
+    def full(data: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def open_full(*args: Any, **kwargs: Any) -> Any:
+        file = open(*args, **kwargs)  # noqa: SIM115
+        file.write = full
+        return file
 
     with open_() as llm:
         first, _ = result(llm)
-        monkeypatch.setattr(files_module, "open", full, raising=False)
+        monkeypatch.setattr(files_module, "open", open_full, raising=False)
         other, _ = result(llm, PROMPT[::-1])
         assert result(llm, PROMPT[1:])[1] == 0
     assert [record.name for record in caplog.records] == ["verbatim"]
@@ -255,57 +252,35 @@ def test_full_disk_ends_writing_with_one_warning(
         assert result(llm, PROMPT[::-1])[0] == other
 
 
-def test_any_error_of_reading_the_cache_ends_writing_with_one_warning(
-    open_: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("no such tensor")
+def fail(*_: Any) -> Any:
+    raise RuntimeError("no such block")
 
+
+def test_any_error_of_reading_the_cache_ends_writing_with_one_warning(
+    open_: Opens, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
     with open_() as llm:
         monkeypatch.setattr(llm.engine.runner, "read_cache", fail)
         result(llm)
         result(llm, PROMPT[::-1])
         llm.sleep()  # which writes the rest first
-        assert "no such tensor" in llm.stats()["prefix_folder"]["off"]
+        assert "no such block" in llm.stats()["prefix_folder"]["off"]
     assert [record.name for record in caplog.records] == ["verbatim"]
 
 
-def test_failed_restore_of_a_prefix_frees_its_blocks(
-    open_: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_restore_of_a_prefix_frees_its_blocks(open_: Opens, monkeypatch: Patch) -> None:
     with open_() as llm:
         expected, _ = result(llm)
     with open_() as llm:
-        write = llm.engine.runner.write_cache
-
-        def fail(*_: Any) -> bool:
-            raise RuntimeError("no such block")
-
-        monkeypatch.setattr(llm.engine.runner, "write_cache", fail)
-        with pytest.raises(Exception, match="no such block"):
-            result(llm)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine.runner, "write_cache", fail)
+            with pytest.raises(RuntimeError, match="no such block"):
+                result(llm)
         assert llm.stats()["blocks_used"] == 0
-        monkeypatch.setattr(llm.engine.runner, "write_cache", write)
         assert result(llm)[0] == expected
 
 
-class FullDisk:
-    """A file on a disk that is full."""
-
-    def __init__(self, file: Any) -> None:
-        self.file = file
-
-    def __enter__(self) -> FullDisk:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.file.close()
-
-    def write(self, data: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_two_engines_share_a_folder(open_: Callable[..., LLM], tmp_path: Path) -> None:
+def test_two_engines_share_a_folder(open_: Opens, tmp_path: Path) -> None:
     with open_() as one, open_() as two:
         first, _ = result(one)
         assert result(two) == (first, 0) or result(two) == (first, 64)
@@ -329,15 +304,13 @@ def test_two_engines_share_a_folder(open_: Callable[..., LLM], tmp_path: Path) -
     ],
 )
 def test_invalid_options_are_rejected(
-    options: dict[str, Any], error: type[Exception], match: str, open_: Callable[..., LLM]
+    options: dict[str, Any], error: type[Exception], match: str, open_: Opens
 ) -> None:
     with pytest.raises(error, match=match):
         open_(**options)
 
 
-def test_live_module_and_unsafe_folder_are_rejected(
-    open_: Callable[..., LLM], tmp_path: Path
-) -> None:
+def test_live_module_and_unsafe_folder_are_rejected(open_: Opens, tmp_path: Path) -> None:
     with pytest.raises(NotSupported, match="live module"):
         LLM(make_toy("llama"), prefix_folder=tmp_path / "kept")
     (tmp_path / "kept").mkdir(mode=0o755)
@@ -349,7 +322,7 @@ def test_live_module_and_unsafe_folder_are_rejected(
         open_()
 
 
-def test_stale_temporary_files_are_deleted(open_: Callable[..., LLM], tmp_path: Path) -> None:
+def test_stale_temporary_files_are_deleted(open_: Opens, tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir(mode=0o700)
     old, new, other = (tmp_path / "kept" / name for name in ("a.part", "b.part", "notes.txt"))
     for path in (old, new, other):
@@ -360,9 +333,7 @@ def test_stale_temporary_files_are_deleted(open_: Callable[..., LLM], tmp_path: 
         assert not old.exists() and new.exists() and other.exists()
 
 
-def test_file_names_and_contents_hold_no_token_ids(
-    open_: Callable[..., LLM], tmp_path: Path
-) -> None:
+def test_file_names_and_contents_hold_no_token_ids(open_: Opens, tmp_path: Path) -> None:
     with open_() as llm:
         result(llm)
     kept = files(tmp_path)
@@ -372,7 +343,7 @@ def test_file_names_and_contents_hold_no_token_ids(
     assert not any(ids in path.read_bytes() for path in kept)
 
 
-def test_full_pool_keeps_results_and_limits_folder_hits(open_: Callable[..., LLM]) -> None:
+def test_full_pool_keeps_results_and_limits_folder_hits(open_: Opens) -> None:
     with open_() as llm:
         expected = [result(llm, random_ids(70, seed)) for seed in range(4)]
     per_token = 3 * 2 * 2 * 16 * 4
@@ -398,9 +369,7 @@ for seed in range(10_000):
 
 
 @pytest.mark.slow
-def test_killed_processes_leave_whole_files(
-    open_: Callable[..., LLM], folders: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_killed_processes_leave_whole_files(open_: Opens, folders: Folders, tmp_path: Path) -> None:
     prompts = [[3 + (seed * 31 + i * i) % 100 for i in range(70)] for seed in range(3)]
     with LLM(folders("llama"), prefix_cache=False) as llm:
         expected = [result(llm, prompt)[0] for prompt in prompts]

@@ -47,9 +47,8 @@ def test_rollout_func_matches_rollout(trainer: Any) -> None:
         "completion_ids": [result.outputs[0].token_ids for result in r.results],
         "logprobs": [result.outputs[0].sampled_logprobs for result in r.results],
     }
-    assert (
-        output["completion_ids"][0] != output["completion_ids"][1]
-    )  # equal prompts get different noise
+    # Equal prompts get different noise.
+    assert output["completion_ids"][0] != output["completion_ids"][1]
 
 
 def test_each_call_uses_the_current_module_weights(trainer: Any) -> None:

@@ -25,6 +25,7 @@ from support.mtp_toys import toy as mtp_toy
 from support.pools import check_pool
 from support.programs import PATIENCE_S, in_thread, until
 from support.requests_mixed import (
+    all_facts,
     facts,
     finish_despite_ctrl_c,
     keep_prefixes,
@@ -63,9 +64,9 @@ P8 = SamplingParams(max_tokens=8, ignore_eos=True)
 def open_llm(toy: str = "llama", tokenizer: Any = None, **options: Any) -> LLM:
     if "kv_memory" not in options:
         options["kv_memory"] = "400KB"
-    live = options.pop("live", True)
+    live, seed = options.pop("live", True), options.pop("seed", 0)
     tokenizer = tokenizer or toy_tokenizers.byte_level().hf
-    llm = LLM(toys.make_toy(toy, vocab_size=VOCAB), tokenizer=tokenizer, **options)
+    llm = LLM(toys.make_toy(toy, vocab_size=VOCAB, seed=seed), tokenizer=tokenizer, **options)
     keep_prefixes(llm, not live)
     return llm
 
@@ -80,6 +81,21 @@ def counted(llm: LLM) -> list[int]:
 
     llm.engine.runner.forward = count  # type: ignore[method-assign]
     return rows
+
+
+def saved(llm: LLM, path: Path) -> Session:
+    """Return an idle session with one turn, which was saved with its KV."""
+    session = llm.session(64, seed=7)
+    session.generate(PROMPT, P8)
+    session.save(path, kv=True)
+    return session
+
+
+def read_file(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Return the metadata and the tensors of a session file."""
+    with safe_open(path, framework="pt") as file:
+        names = file.keys()
+        return file.metadata(), {name: file.get_tensor(name) for name in names}
 
 
 def alone(llm: LLM, ids: list[int], params: SamplingParams, seed: int = 7) -> Any:
@@ -246,9 +262,8 @@ def test_kv_of_idle_live_module_session_is_not_shared() -> None:
     with open_llm() as llm, llm.session(100, seed=7) as session:
         session.generate(list(range(20, 60)), P8)
         for _ in range(2):
-            session.generate(
-                [50] * 9, P8
-            )  # the weights could have changed unnoticed before this turn
+            # The weights could have changed unnoticed before this turn.
+            session.generate([50] * 9, P8)
         held = session._cache
         assert len(held.blocks) > 4 and not set(held.blocks) & set(llm.engine.scheduler.pool._keys)
 
@@ -306,14 +321,18 @@ def test_rejected_calls_leave_the_session_usable() -> None:
         assert llm.stats()["sessions"] == 1
 
 
+def talk(llm: LLM, turns: list[Any], length: int = 64) -> list[Any]:
+    """Return the results of the turns of a new session."""
+    with llm.session(length, seed=7) as session:
+        return [output_facts(session.generate(*turn)) for turn in turns]
+
+
 @pytest.mark.parametrize("toy", ["llama", "mistral"])
 def test_idle_kv_is_dropped_before_requests_are_preempted(toy: str) -> None:
     prompts, params = mixed_requests()
+    turns = [(PROMPT * 9, P8), ([50], P8), (None, P8.replace(frequency_penalty=0.5))]
     with open_llm(toy, kv_memory="1MB") as roomy:
-        want = [facts(r) for r in roomy.generate(prompts, params)]
-        turns = [(PROMPT * 9, P8), ([50], P8), (None, P8.replace(frequency_penalty=0.5))]
-        with roomy.session(100, seed=7) as session:
-            expected_turns = [output_facts(session.generate(*turn)) for turn in turns]
+        want, expected_turns = all_facts(roomy.generate(prompts, params)), talk(roomy, turns, 100)
     options = dict(kv_memory="150KB", max_length=120, max_batch_tokens=13, live=False)
     with open_llm(toy, **options) as llm, llm.session(100, seed=7) as session:
         for turn, expected in zip(turns, expected_turns, strict=True):
@@ -323,8 +342,7 @@ def test_idle_kv_is_dropped_before_requests_are_preempted(toy: str) -> None:
             llm.generate([[9] * 100], P8)
             assert len(session._cache.blocks) < held
             assert llm.stats()["preemptions"] == before
-            results = llm.generate(prompts[:9], params[:9])
-            assert [facts(r) for r in results] == want[:9]
+            assert all_facts(llm.generate(prompts[:9], params[:9])) == want[:9]
             check_pool(llm.engine.scheduler.pool)
 
 
@@ -332,19 +350,12 @@ def test_turns_beside_requests_in_a_tiny_pool_keep_their_tokens() -> None:
     prompts, params = mixed_requests()
     turns = [(PROMPT * 4, P8), ([50], P8), (None, P8)]
     with open_llm(kv_memory="1MB") as roomy:
-        want = [facts(r) for r in roomy.generate(prompts, params)]
-        with roomy.session(64, seed=7) as session:
-            expected_turns = [output_facts(session.generate(*turn)) for turn in turns]
+        want, expected_turns = all_facts(roomy.generate(prompts, params)), talk(roomy, turns)
     with open_llm(kv_memory="120KB", max_length=110, max_batch_tokens=9, live=False) as llm:
-
-        def talk() -> list[Any]:
-            with llm.session(64, seed=7) as session:
-                return [output_facts(session.generate(*turn)) for turn in turns]
-
-        talkers = [in_thread(talk) for _ in range(2)]
+        talkers = [in_thread(talk, llm, turns) for _ in range(2)]
         results = llm.generate(prompts, params)
         assert [talker.result() for talker in talkers] == [expected_turns] * 2
-        assert [facts(r) for r in results] == want
+        assert all_facts(results) == want
         assert llm.stats()["preemptions"] > 0
         assert llm.stats()["blocks_used"] == llm.stats()["blocks_reserved"] == 0
 
@@ -503,16 +514,17 @@ def test_closed_and_collected_sessions_release_their_blocks() -> None:
 
 @pytest.mark.parametrize("draft", ["ngram", "early-exit"])
 def test_drafts_do_not_change_session_tokens(draft: str) -> None:
-    repeating, few = [20, 21, 22, 23, 24] * 5, P8.replace(allowed_token_ids=[20, 21])
-    with open_llm() as plain, plain.session(120, seed=7) as session:
-        want = [output_facts(session.generate(i, few)) for i in (repeating, [20, 21], None)]
-        session.position = 30
-        want.append(output_facts(session.generate(None, few)))
-    with open_llm(draft=draft, num_draft_tokens=3) as llm, llm.session(120, seed=7) as session:
-        found = [output_facts(session.generate(i, few)) for i in (repeating, [20, 21], None)]
-        session.position = 30
-        found.append(output_facts(session.generate(None, few)))
-        assert found == want
+    few = P8.replace(allowed_token_ids=[20, 21])
+
+    def turns(llm: LLM) -> list[Any]:
+        with llm.session(120, seed=7) as session:
+            inputs = ([20, 21, 22, 23, 24] * 5, [20, 21], None)
+            found = [output_facts(session.generate(each, few)) for each in inputs]
+            session.position = 30
+            return [*found, output_facts(session.generate(None, few))]
+
+    with open_llm() as plain, open_llm(draft=draft, num_draft_tokens=3) as llm:
+        assert turns(llm) == turns(plain)
         assert llm.stats()["draft"]["drafted"] > 0
         check_pool(llm.engine.scheduler.pool)
 
@@ -718,9 +730,8 @@ def test_saved_kv_is_used_only_with_same_weights_and_block_size(
                 assert rows[0] == num_rows
                 check_pool(llm.engine.scheduler.pool)
             assert llm.stats()["blocks_used"] == 0
-    other = toys.make_toy("llama", vocab_size=VOCAB, seed=1)  # other weights of the same shape
-    llm = LLM(other, tokenizer=toy_tokenizers.byte_level().hf, kv_dtype=kv_dtype)
-    with llm, llm.session(60, load=path) as session:
+    # Other weights of the same shape.
+    with open_llm(seed=1, kv_dtype=kv_dtype) as llm, llm.session(60, load=path) as session:
         assert not session._cache.blocks
         assert output_facts(session.generate([50], P8)) == alone(llm, session.token_ids[:46], P8)
 
@@ -729,13 +740,9 @@ def test_saved_kv_is_used_only_with_same_weights_and_block_size(
 def test_saved_states_of_wrong_count_are_recomputed(count: int, tmp_path: Path) -> None:
     path = tmp_path / "talk.session"
     with LLM(toys.make_toy("qwen3_5"), kv_memory="2MB") as llm:
-        with llm.session(64, seed=7) as session:
-            session.generate([5, 6, 7], P8)
-            session.save(path, kv=True)
+        with saved(llm, path) as session:
             want = output_facts(session.generate([9], P8))
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata, tensors = read_file(path)
         tensors["states"] = tensors["states"].repeat(2, 1)[:count]
         metadata["digest"] = _digest(metadata["session"], tensors)
         save_file(tensors, path, metadata)
@@ -749,24 +756,19 @@ def test_saved_kv_of_one_token_is_ignored_with_other_weights(
 ) -> None:
     monkeypatch.setattr("verbatim.api.llm.open_engine", PLAIN_OPEN)
     path = tmp_path / "talk.session"
-    with open_llm() as llm, llm.session(64, seed=7) as session:
-        session.generate(PROMPT, P8)
+    with open_llm() as llm, saved(llm, path) as session:
         session.position = 1
         session.save(path, kv=True)
         with llm.session(load=path) as same:
             assert same._cache.blocks
-    other = toys.make_toy("llama", vocab_size=VOCAB, seed=1)
-    llm = LLM(other, tokenizer=toy_tokenizers.byte_level().hf, kv_memory="400KB")
-    with llm, llm.session(load=path) as session:
+    with open_llm(seed=1) as llm, llm.session(load=path) as session:
         assert not session._cache.blocks
 
 
 @pytest.mark.parametrize("state", ["pause", "sleep"])
 def test_kv_of_session_file_is_refused_while_engine_is_paused(state: str, tmp_path: Path) -> None:
     path = tmp_path / "talk.session"
-    with open_llm() as llm, llm.session(64, seed=7) as session:
-        session.generate(PROMPT, P8)
-        session.save(path, kv=True)
+    with open_llm() as llm, saved(llm, path) as session:
         llm.pause()
         with pytest.raises(VerbatimError, match="is paused"):
             session.save(path, kv=True)
@@ -805,9 +807,7 @@ def test_failed_write_of_saved_kv_frees_its_blocks(
 ) -> None:
     path = tmp_path / "talk.session"
     with open_llm() as llm:
-        with llm.session(64, seed=7) as session:
-            session.generate(PROMPT, P8)
-            session.save(path, kv=True)
+        saved(llm, path).close()
 
         def fail(*_: Any) -> bool:
             raise StageFailed("stage 1 was lost")
@@ -832,12 +832,8 @@ def test_text_after_rollback_is_the_same_in_loaded_session(tmp_path: Path) -> No
 def test_invalid_session_files_are_rejected(tmp_path: Path) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"
     with open_llm() as llm:
-        with llm.session(64, seed=7) as session:
-            session.generate(PROMPT, P8)
-            session.save(good, kv=True)
-        with safe_open(good, framework="pt") as file:
-            metadata = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        saved(llm, good).close()
+        metadata, tensors = read_file(good)
         data = good.read_bytes()
 
         def changed(**changes: Any) -> None:
@@ -857,10 +853,7 @@ def test_invalid_session_files_are_rejected(tmp_path: Path) -> None:
             (lambda: changed(session=metadata["session"].replace(": 7,", ": -7,")), "damaged|seed"),
             (lambda: changed(tensors={"token_ids": torch.ones(2, 2)}), "token_ids is"),
             (lambda: changed(tensors={"token_ids": torch.tensor([-5] * 15)}), "id -5 is outside"),
-            (
-                lambda: changed(tensors={"token_ids": tensors["token_ids"].flip(0)}),
-                "do not match their digest",
-            ),
+            (lambda: changed(tensors={"token_ids": tensors["token_ids"].flip(0)}), "their digest"),
             (
                 lambda: changed(tensors={"blocks": tensors["blocks"] + 1}),
                 "do not match their digest",

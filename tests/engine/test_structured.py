@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.requests_mixed import all_facts, facts
+from support.requests_mixed import all_facts, facts, submitted
 from support.schemas import BY_HAND, TREE
 from verbatim import LLM, FinishReason, RequestFailed, SamplingParams
 
@@ -63,9 +63,7 @@ def test_regex_choice_and_grammar_hold_for_samples_and_greedy(storyteller: LLM) 
                 assert re.fullmatch(rf"\({{{depth}}}[a-z]{{1,5}}\){{{depth}}}", c.text)
 
 
-def test_stop_string_and_ignore_eos_end_structured_output(
-    storyteller: LLM,
-) -> None:
+def test_stop_string_and_ignore_eos_end_structured_output(storyteller: LLM) -> None:
     params = SamplingParams(seed=1, max_tokens=80, regex=r"[a-z]{3} [a-z]{3} [a-z]{3}")
     whole = storyteller.generate(PROMPT, params)[0].outputs[0]
     assert whole.finish_reason is FinishReason.STOP and isinstance(whole.stop_reason, int)
@@ -99,13 +97,10 @@ def test_structures_survive_preemptions_and_small_chunks(storyteller: LLM) -> No
 
 
 def test_structure_made_impossible_by_other_bans_fails_alone(storyteller: LLM) -> None:
-    engine = storyteller.engine
-    admit = storyteller.engine.admission.admit
     dead_end = SamplingParams(choice=["a"], allowed_token_ids=[5], max_tokens=9)
-    requests = [admit(PROMPT, dead_end), admit(PROMPT, SamplingParams(max_tokens=5, seed=1))]
-    for request in requests:
-        engine.submit(request)
-    while engine.step():
+    params = [dead_end, SamplingParams(max_tokens=5, seed=1)]
+    requests = submitted(storyteller, [PROMPT] * 2, params)
+    while storyteller.engine.step():
         pass
     assert isinstance(requests[0].error, RequestFailed) and "structure" in str(requests[0].error)
     assert requests[1].result is not None
