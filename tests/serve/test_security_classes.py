@@ -68,51 +68,34 @@ def test_inter_process_sockets_do_not_unpickle() -> None:
         wire.sizes(raw.ljust(wire.PREFIX.size, b"\0")[: wire.PREFIX.size])
     with pytest.raises(wire.Garbage):
         wire.decode(raw, bytearray())
+    for array in (["float32", ["1"]], ["int8"]):
+        header = json.dumps({"do": "step", "x": {"\0array": array}}).encode()
+        with pytest.raises(wire.Garbage):
+            wire.decode(header, bytearray(64))
     # The package neither unpickles nor calls what does, except torch's restricted file loading.
-    unpickling = {
-        "loads",
-        "Unpickler",
-        "broadcast_object_list",
-        "all_gather_object",
-        "gather_object",
-    }
-    unpickling |= {"recv_object_list", "scatter_object_list", "recv_pyobj", "Listener", "Pipe"}
+    unpickling = {"loads", "Unpickler", "recv_pyobj", "Listener", "Pipe", "all_gather_object"}
+    unpickling |= {"gather_object", "scatter_object_list"}
+    unpickling |= {"broadcast_object_list", "recv_object_list"}
     modules = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing"}
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 imported = [node.module or ""]
-            if modules & {
-                name.partition(".")[0] for name in imported
-            }:  # DCP's restricted unpickler
+            # DCP's restricted unpickler imports it.
+            if modules & {name.partition(".")[0] for name in imported}:
                 assert file.parent.name == "dcp" and imported == ["pickle"], file
             if isinstance(node, ast.Attribute):
-                owner = node.value.id if isinstance(node.value, ast.Name) else ""
-                assert not (node.attr in unpickling and owner not in ("json", "tomllib")), (
-                    file,
-                    node.attr,
-                )
+                owner, where = getattr(node.value, "id", ""), (file, node.attr)
+                assert node.attr not in unpickling or owner in ("json", "tomllib"), where
                 assert (owner, node.attr) != ("pickle", "load"), file
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                 assert given.get("weights_only") == "True", file
 
 
-@pytest.mark.parametrize(
-    "array",
-    [["float32", [2**40]], ["float32", [-1]], ["float32", ["1"]], ["object", [1]], ["int8"], 5],
-)
-def test_malformed_tensor_headers_are_rejected(array: Any) -> None:
-    header = json.dumps({"do": "step", "x": {"\0array": array}}).encode()
-    with pytest.raises(wire.Garbage):
-        wire.decode(header, bytearray(64))
-
-
 @pytest.mark.parametrize("indices", [[[0, 10**9]], [[-(2**40), 1]]])
-def test_sparse_tensors_with_bad_indices_are_rejected(
-    tmp_path: Path, indices: list[list[int]]
-) -> None:
+def test_sparse_tensors_with_bad_indices_are_rejected(tmp_path: Path, indices: Any) -> None:
     module = make_toy("llama")
     module.save_pretrained(tmp_path)
     tensors = module.state_dict()
@@ -211,12 +194,11 @@ def trapped(folder: Path, trap: Callable[[Path, Path], None], ran: Path) -> Path
 
 
 INJECTED = "{{{{ cycler.__init__.__globals__.os.system('touch {}') }}}}"
-MESSAGE = [{"role": "user", "content": "Hi"}]
 
 
 def chats(llm: LLM) -> None:
     with llm:
-        llm.chat(MESSAGE)
+        llm.chat(MESSAGES)
 
 
 def serves_training(path: Path) -> None:
@@ -342,13 +324,6 @@ def test_malicious_chat_template_is_rejected(tmp_path: Path, template: str) -> N
     assert not (tmp_path / "ran").exists()
 
 
-def test_client_cannot_set_chat_template(served: Served) -> None:
-    given = {"chat_template": "{{ 7 * 7 }}"}
-    error = served.refused(CHAT, {"messages": MESSAGES, "chat_template_kwargs": given})
-    assert "chat_template" in error["message"]
-    served.refused(CHAT, {"messages": MESSAGES} | given)
-
-
 @pytest.mark.parametrize(
     "schema",
     [
@@ -390,12 +365,6 @@ def test_invalid_or_costly_schemas_do_not_crash_server(
     assert served.client.get("/health").status_code == 200
 
 
-def test_unbounded_fan_out_is_rejected(served: Served) -> None:
-    for change in ({"n": 10**6}, {"prompt": ["x"] * 1000, "n": 100}, {"num_beams": 10**6}):
-        served.refused("/v1/completions", {"prompt": "x"} | change)
-    served.refused(CHAT, {"messages": MESSAGES, "n": 10**6})
-
-
 def test_aborted_requests_leak_no_tasks_or_blocks(served: Served) -> None:
     """Clients disconnect during a request, a response or a stream, some with a TCP reset."""
     tasks = served.num_tasks()
@@ -422,18 +391,22 @@ def test_routes_without_api_key_return_401(tmp_path: Path, training: bool) -> No
         assert all(route.methods for route in routes)  # all are HTTP routes, which the guard checks
         assert training == bool(paths & {"/pause", "/update_weights"})
         before = llm.info(), llm.stats()["weight_version"]
-        wrong = ("", "Bearer", f"Bearer {KEY[:-1]}", f"Basic {KEY}")
-        for path in paths - {"/health", "/ready", "/"}:
+        missing, invalid = ("", "Bearer", KEY, f"Basic {KEY}"), (KEY[:-1], f"{KEY}x", "\xff\xfe")
+        wrong = dict.fromkeys(missing, "missing_api_key")
+        wrong |= {f"Bearer {key}": "invalid_api_key" for key in invalid}
+        for path in paths - {"/health", "/ready", "/"} | {"/nope"}:
             for form in (path, f"/{path}", f"{path}/", f"/health/..{path}", f"{path}?key={KEY}"):
                 for method in ("GET", "POST", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS"):
                     connection = http.client.HTTPConnection("127.0.0.1", server.port)
-                    headers = {"authorization": wrong[len(form) % len(wrong)]}
+                    headers = {"authorization": [*wrong][len(form) % len(wrong)]}
                     connection.request(method, form, "{}", headers)
                     assert connection.getresponse().status == 401, (method, form)
                     connection.close()
-            for authorization in wrong:
-                headers = {"authorization": authorization}
-                assert server.client.post(path, headers=headers, json={}).status_code == 401
+            for authorization, code in wrong.items():
+                headers = {"authorization": authorization.encode("latin-1")}
+                answer = server.client.post(path, headers=headers, json={})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (401, code)
+                assert answer.headers["www-authenticate"] == "Bearer"
         for path in ("/health", "/ready", "/"):
             assert server.client.get(path).status_code == 200
             assert server.client.post(path, json={}).status_code == 405
@@ -452,9 +425,8 @@ def test_server_does_not_fetch_urls_in_requests(served: Served) -> None:
             served.refused(CHAT, {"messages": [{"role": "user", "content": [part]}]})
         source = {"type": "image", "source": {"type": "url", "url": url}}
         turns = [{"role": "user", "content": [source]}]
-        assert served.client.post(
-            "/v1/messages", json={"messages": turns, "max_tokens": 1}
-        ).is_error
+        served_turns = {"messages": turns, "max_tokens": 1}
+        assert served.client.post("/v1/messages", json=served_turns).is_error
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):
             listener.accept()

@@ -188,9 +188,8 @@ def test_echo_returns_prompt_with_logprobs_equal_to_score(served):
     scored = served.post("/v1/completions", prompt=ids, max_tokens=0, echo=True, logprobs=0)
     assert scored["choices"][0]["logprobs"]["token_logprobs"] == found["token_logprobs"]
     assert scored["usage"]["completion_tokens"] == 0
-    assert (
-        served.refused("/v1/completions", {"prompt": "x", "max_tokens": 0})["param"] == "max_tokens"
-    )
+    error = served.refused("/v1/completions", {"prompt": "x", "max_tokens": 0})
+    assert error["param"] == "max_tokens"
 
 
 def test_stop_string_ends_text_and_is_reported(served):
@@ -214,10 +213,8 @@ STREAMED: dict[str, dict[str, Any]] = {
     "several": {"prompt": [PROMPT, "The dragon", "A cat"], "n": 2, "logprobs": 0},
     "stop": {"stop": ["there"]},
     "beams": {"num_beams": 3, "n": 2},
-    "emoji": {
-        "allowed_token_ids": list(range(150, 260)),
-        "logprobs": 1,
-    },  # single bytes of characters
+    # Single bytes of characters.
+    "emoji": {"allowed_token_ids": list(range(150, 260)), "logprobs": 1},
     "usage": {"stream_options": {"include_usage": True}},
     "no-usage": {"stream_options": {"include_usage": False}},
 }
@@ -274,43 +271,34 @@ def test_chat_completion_matches_llm_chat(served):
     mine = [piece["choices"][0] for piece in pieces if piece["choices"][0]["index"] == 0]
     assert mine[0]["delta"] == {"role": "assistant", "content": ""}
     assert "".join(piece["delta"].get("content", "") for piece in mine) == wanted.text
-    streamed = [
-        entry for piece in mine if piece["logprobs"] for entry in piece["logprobs"]["content"]
-    ]
-    assert streamed == entries
+    logprobs = [piece["logprobs"] for piece in mine if piece["logprobs"]]
+    assert [entry for each in logprobs for entry in each["content"]] == entries
     assert mine[-1]["delta"] == {}
     assert mine[-1]["finish_reason"] == choice["finish_reason"]
-    usage = served.stream(
-        "/v1/chat/completions", **body, max_tokens=10, stream_options={"include_usage": True}
-    )[-2]
-    assert usage["choices"] == []
-    assert usage["usage"] == answer["usage"]
+    body |= {"max_tokens": 10, "stream_options": {"include_usage": True}}
+    usage = served.stream("/v1/chat/completions", **body)[-2]
+    assert (usage["choices"], usage["usage"]) == ([], answer["usage"])
 
 
 def test_text_parts_are_joined_and_image_parts_rejected(served):
+    def body(content: Any) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": content}], "seed": 1, "max_tokens": 8}
+
     parts = [{"type": "text", "text": "Tell me "}, {"type": "text", "text": "a story."}]
-    answers = [
-        served.post(
-            "/v1/chat/completions", messages=[{"role": "user", "content": c}], seed=1, max_tokens=8
-        )
-        for c in (parts, "Tell me a story.")
-    ]
-    assert answers[0]["choices"] == answers[1]["choices"]
+    joined = served.post("/v1/chat/completions", **body("Tell me a story."))
+    assert served.post("/v1/chat/completions", **body(parts))["choices"] == joined["choices"]
     image = [{"type": "image_url", "image_url": {"url": "data:"}}]
-    error = served.refused(
-        "/v1/chat/completions", {"messages": [{"role": "user", "content": image}]}
-    )
+    error = served.refused("/v1/chat/completions", body(image))
     assert error["param"].startswith("messages.0.content")
     assert "'image_url'" in error["message"]
 
 
 def test_response_format_json_object_or_text(served):
-    any_object = {"response_format": {"type": "json_object"}, "max_tokens": 4, "seed": 1}
-    answer = served.post("/v1/chat/completions", messages=MESSAGES, **any_object)
-    assert answer["choices"][0]["message"]["content"].startswith("{")
-    text = {"response_format": {"type": "text"}, "max_tokens": 4, "seed": 1}
-    answer = served.post("/v1/chat/completions", messages=MESSAGES, **text)
-    assert not answer["choices"][0]["message"]["content"].startswith("{")
+    for form in ("json_object", "text"):
+        body = {"response_format": {"type": form}, "max_tokens": 4, "seed": 1}
+        answer = served.post("/v1/chat/completions", messages=MESSAGES, **body)
+        is_object = answer["choices"][0]["message"]["content"].startswith("{")
+        assert is_object == (form == "json_object")
 
 
 @pytest.mark.parametrize(
@@ -327,6 +315,7 @@ def test_response_format_json_object_or_text(served):
         ({"max_tokens": 0}, None),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"chat_template": "x"}, "chat_template"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
         ({"chat_template_kwargs": {"tokenizer": 1}}, "chat_template_kwargs.tokenizer"),
         ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages"),
@@ -392,10 +381,8 @@ def test_ignored_openai_fields_change_nothing(served, path):
     plain, answer = served.post(path, **body), served.post(path, **body, **HARMLESS)
     changing = {"id", "created", "created_at", "completed_at"}
     if path == "/v1/responses":
-        assert {name: answer[name] for name in HARMLESS} == HARMLESS | {
-            "store": False,
-            "service_tier": "default",
-        }
+        shown = HARMLESS | {"store": False, "service_tier": "default"}
+        assert {name: answer[name] for name in HARMLESS} == shown
         changing |= HARMLESS.keys() | {"output"}
         assert answer["output"][0]["content"] == plain["output"][0]["content"]
     assert {k: v for k, v in answer.items() if k not in changing} == {
@@ -422,9 +409,8 @@ WRONG: dict[str, list[Any]] = {
 def test_field_of_wrong_type_or_range_is_rejected_by_name(served, name):
     for value in WRONG[name]:
         body = json.dumps({"model": "storyteller", "prompt": "x", name: value})
-        answer = served.client.post(
-            "/v1/completions", content=body, headers={"content-type": "application/json"}
-        )
+        headers = {"content-type": "application/json"}
+        answer = served.client.post("/v1/completions", content=body, headers=headers)
         error = answer.json()["error"]
         assert answer.status_code == 400, (value, answer.text)
         assert (error["param"] or "").split(".")[0] == name, (value, error)
@@ -442,6 +428,9 @@ def test_too_long_prompt_and_too_many_choices_are_rejected(served):
     assert "3000" in error["message"]
     error = served.refused("/v1/completions", {"prompt": ["x"] * 100, "n": 2})
     assert "128" in error["message"]
+    assert (
+        served.refused("/v1/chat/completions", {"messages": MESSAGES, "n": 10**6})["param"] == "n"
+    )
 
 
 def test_request_that_bans_every_token_is_a_client_error(served):
@@ -454,14 +443,7 @@ def test_request_that_bans_every_token_is_a_client_error(served):
 
 
 NATIVE: list[dict[str, Any]] = [
-    {
-        "n": 2,
-        "logprobs": 2,
-        "prompt_logprobs": 1,
-        "hidden_states": True,
-        "support": True,
-        "top_k": 9,
-    },
+    dict(n=2, logprobs=2, prompt_logprobs=1, hidden_states=True, support=True, top_k=9),
     {"num_beams": 2, "length_penalty": 2.0, "early_stopping": True, "stop_token_ids": [[361]]},
     {"json_schema": {"enum": [1]}, "logit_bias": {"100": 1.5}},
 ]
@@ -540,11 +522,8 @@ def test_tokenize_and_detokenize(served):
     assert not served.post("/detokenize", ids=ids, skip_special_tokens=True)["text"].startswith("<")
     bare = served.post("/tokenize", text=text, add_special_tokens=False)["ids"]
     assert bare == tokenizer.encode(text, special_tokens=False)
-    for body in (
-        {},
-        {"text": "x", "messages": MESSAGES},
-        {"messages": MESSAGES, "add_special_tokens": True},
-    ):
+    messages: dict[str, Any] = {"messages": MESSAGES}
+    for body in ({}, messages | {"text": "x"}, messages | {"add_special_tokens": True}):
         served.refused("/tokenize", body)
     for ids in ([-1], [10**6], [2**40]):
         assert str(ids[0]) in served.refused("/detokenize", {"ids": ids})["message"]
@@ -670,20 +649,18 @@ def test_openapi_document_has_endpoints_and_field_limits(served):
     assert served.client.get("/docs").status_code == 200
     fields = document["components"]["schemas"]["ChatCompletions"]["properties"]
     assert fields["max_tokens"]["minimum"] == 1 and fields["timeout_s"]["exclusiveMinimum"] == 0
-    assert (
-        fields["seed"]["minimum"] == -(2**63) and "negative ones" in fields["seed"]["description"]
-    )
+    assert fields["seed"]["minimum"] == -(2**63)
+    assert "negative ones" in fields["seed"]["description"]
     assert "only where the server allows it" in fields["priority"]["description"]
 
 
 def test_http_and_in_process_calls_at_once_get_the_same_tokens(served):
     """A stream over HTTP and `LLM.generate` in another thread share the engine."""
     alone = served.post("/v1/completions", prompt=PROMPT, **SEEDED)["choices"]
+    long = {"prompt": "x", "max_tokens": 300, "stream": True}
     with (
         Client(base_url=served.url) as other,
-        other.stream(
-            "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 300, "stream": True}
-        ) as stream,
+        other.stream("POST", "/v1/completions", json=long) as stream,
     ):
         next(stream.iter_lines())
         (result,) = served.llm.generate([PROMPT], SamplingParams(**SEEDED))

@@ -67,41 +67,14 @@ def local(llm: LLM) -> Iterator[Served]:
 # ---- keys
 
 
-@pytest.mark.parametrize(
-    ("headers", "code"),
-    [
-        ({}, "missing_api_key"),
-        ({"Authorization": "first-key-1"}, "missing_api_key"),
-        ({"Authorization": "Basic first-key-1"}, "missing_api_key"),
-        ({"Authorization": "Bearer first-key-"}, "invalid_api_key"),
-        ({"Authorization": "Bearer first-key-12"}, "invalid_api_key"),
-        ({"Authorization": "Bearer \xff\xfe"}, "invalid_api_key"),
-    ],
-    ids=["none", "bare", "basic", "shorter", "longer", "bytes"],
-)
-def test_requests_without_valid_api_key_get_401(locked, headers, code):
-    raw = {name: value.encode("latin-1") for name, value in headers.items()}
-    for method, path in [("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics"),
-                         ("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/nope"),
-                         ("GET", "/v1/engine"), ("OPTIONS", "/v1/completions")]:  # fmt: skip
-        answer = locked.client.request(method, path, headers=raw)
-        assert answer.status_code == 401
-        assert answer.json()["error"]["code"] == code
-        assert answer.headers["www-authenticate"] == "Bearer"
-    for path in ("/health", "/ready"):
-        assert locked.client.get(path, headers=raw).status_code == 200
-
-
 def test_api_keys_do_not_share_cached_prefixes(locked):
     """The owner of a key must not find out which prompts came with another key."""
     prompt = "A prompt that fills a block of sixteen tokens, and then another one. " * 4
 
     def cached(key: str, **more: Any) -> int:
-        answer = locked.client.post(
-            "/v1/completions",
-            json={"prompt": prompt, "max_tokens": 1} | more,
-            headers={"Authorization": f"Bearer {key}"},
-        )
+        body = {"prompt": prompt, "max_tokens": 1} | more
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = locked.client.post("/v1/completions", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
         found: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
         return found
@@ -133,18 +106,11 @@ def test_cors_origins_are_allowed_only_where_configured(locked, served):
 # ---- bodies
 
 
-def test_too_long_body_is_413_and_chunked_body_is_411(served):
+def test_too_long_body_is_413(served):
     body = json.dumps({"prompt": "x" * 20_000})
     answer = served.client.post("/v1/completions", content=body, headers=JSON)
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "invalid_request_error")
     assert "20000" in answer.text
-
-    def pieces() -> Iterator[bytes]:
-        yield from (b'{"prompt": "' + b"x" * 8000, b"x" * 8000, b"x" * 8000, b'"}')
-
-    answer = served.client.post("/v1/completions", content=pieces(), headers=JSON)  # chunked
-    assert answer.status_code == 411
-    assert "Content-Length" in answer.json()["error"]["message"]
     served.until_idle()
 
 
@@ -159,24 +125,21 @@ def test_incomplete_body_times_out_with_408(llm):
 
 
 @pytest.mark.parametrize(
-    ("content", "status"),
+    "content",
     [
-        (b"", 400), (b"{", 400), (b"[]", 400), (b"null", 400), (b'"x"', 400), (b"NaN", 400),
-        (b'{"prompt": "x", "temperature": NaN}', 400), (b'{"prompt": "\xff"}', 400),
-        (b'{"prompt": "x", "top_p": Infinity}', 400), (b"[" * 15_000, 400),
-        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400),
-        (b'{"prompt": "x", "seed": ' + b"9" * 4000 + b"}", 400),
-        (b'{"prompt": "x", "temperature": 1' + b"0" * 400 + b"}", 400),
-        (b'{"prompt": ' + b"[" * 900 + b"1" + b"]" * 900 + b"}", 400),
-        (b'{"prompt": "x", "json_schema": ' + b'{"items":' * 900 + b"{}" + b"}" * 901, 400),
-        (b'{"prompt": "x", "prompt": 5}', 400),
+        b"", b"{", b"[]", b"null", b'"x"', b"NaN", b"[" * 15_000, b'{"prompt": "x", "prompt": 5}',
+        b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "\xff"}',
+        b'{"prompt": "x", "top_p": Infinity}', b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "x", "seed": ' + b"9" * 4000 + b"}",
+        b'{"prompt": "x", "temperature": 1' + b"0" * 400 + b"}",
+        b'{"prompt": ' + b"[" * 900 + b"1" + b"]" * 900 + b"}",
+        b'{"prompt": "x", "json_schema": ' + b'{"items":' * 900 + b"{}" + b"}" * 901,
     ],
-    ids=["empty", "open", "list", "null", "text", "nan", "nan-field", "no-utf8", "infinity",
-         "deep", "digits", "fewer-digits", "huge", "deep-prompt", "deep-schema", "twice"],
+    ids=lambda content: str(content[:40]),
 )  # fmt: skip
-def test_malformed_body_is_rejected(served, content, status):
+def test_malformed_body_is_rejected(served, content):
     answer = served.client.post("/v1/completions", content=content, headers=JSON)
-    assert answer.status_code == status, answer.text
+    assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
@@ -186,6 +149,12 @@ def test_other_content_types_are_415(served):
         answer = served.client.post("/v1/completions", content=b'{"prompt":"x"}', headers=headers)
         assert answer.status_code == 415
         assert "application/json" in answer.json()["error"]["message"]
+    for encoding in ("gzip", "br"):
+        headers = {"content-encoding": encoding}
+        answer = served.client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+        assert answer.status_code == 415
+    headers = {"content-encoding": "identity"}
+    assert served.client.post("/v1/completions", json={"prompt": "x"}, headers=headers).is_success
 
 
 @pytest.mark.parametrize(
@@ -221,9 +190,8 @@ def test_unknown_paths_and_methods_return_openai_errors(served):
 
 def test_responses_reveal_no_paths_or_tracebacks(served, monkeypatch, caplog):
     """Unexpected errors do not reveal them either."""
-    texts = [
-        served.client.get(path).text for path in ("/v1/engine", "/v1/models", "/metrics", "/health")
-    ]
+    paths = ("/v1/engine", "/v1/models", "/metrics", "/health")
+    texts = [served.client.get(path).text for path in paths]
     texts += [served.client.post("/v1/completions", json=body).text for body in ({}, {"prompt": 5})]
 
     def broken(*_: Any, **__: Any) -> None:
@@ -398,18 +366,11 @@ def test_local_addresses_are_recognized():
 
 @pytest.mark.parametrize(
     ("host", "status"),
-    [
-        ("localhost", 200),
-        ("LocalHost:8000", 200),
-        ("127.0.0.1:8000", 200),
-        ("[::1]:8000", 200),
-        ("evil.example", 421),
-        ("localhost.evil.example:8000", 421),
-        ("127.0.0.1.evil.example", 421),
-        ("", 421),
-        (None, 200),  # HTTP/1.0, which browsers do not use
-    ],
-)
+    # HTTP/1.0, which browsers do not use, may have none.
+    [(host, 200) for host in ("localhost", "LocalHost:8000", "127.0.0.1:8000", "[::1]:8000", None)]
+    + [("evil.example", 421), ("localhost.evil.example:8000", 421), ("", 421)]
+    + [("127.0.0.1.evil.example", 421)],
+)  # fmt: skip
 def test_local_server_rejects_other_host_names(local, host, status):
     """Web pages that reach the server by DNS rebinding get nothing, even from paths that need no key."""
     head = "" if host is None else f"Host: {host}\r\n"
@@ -449,15 +410,14 @@ def test_server_without_api_key_must_be_local_or_opted_in(
 
 def test_server_threads_end_with_server(llm: LLM) -> None:
     with serving(llm) as server:
-        threads = [
-            asyncio.run_coroutine_threadsafe(
-                server.service.in_thread(
-                    threading.current_thread, num_chars=chars, compiles=compiles
-                ),
-                server.loop,
-            ).result(PATIENCE_S)
-            for chars, compiles in [(0, True), (1 << 20, False)]
-        ]
+
+        def thread_of(chars: int, compiles: bool) -> threading.Thread:
+            call = server.service.in_thread(
+                threading.current_thread, num_chars=chars, compiles=compiles
+            )
+            return asyncio.run_coroutine_threadsafe(call, server.loop).result(PATIENCE_S)
+
+        threads = [thread_of(0, True), thread_of(1 << 20, False)]
         assert all(thread.is_alive() for thread in threads)
     until(lambda: not any(thread.is_alive() for thread in threads))
 

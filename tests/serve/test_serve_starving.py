@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 
 from support.hostile import BODIES, MARK, marked
 from support.pairwise import slow_but
-from support.programs import PATIENCE_S
+from support.programs import PATIENCE_S, in_thread
 from support.serving import Client, Served, received, request_of, routes_of, running, serving, until
 from verbatim import LLM
 from verbatim.errors import InvalidRequest
@@ -59,22 +60,15 @@ def served(llm: LLM) -> Iterator[Served]:
         ("/v1/completions", SHORT | {"logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
         ("/v1/completions", SHORT | {"choice": ["a"] * 5000}, "choice"),
         ("/v1/completions", SHORT | {"stop": ["a"] * 65}, "stop"),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": [{}] * 60_000}]},
-            "messages.0.content.0.type",
-        ),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{}] * 60_000}]},
+         "messages.0.content.0.type"),
         ("/v1/chat/completions", {"messages": ["a", 1] * 100_000}, "messages.0"),
-        (
-            "/v1/responses",
-            {"input": [{"role": "x", "content": "a"}] * 10_000},
-            "input.0.role",
-        ),
+        ("/v1/responses", {"input": [{"role": "x", "content": "a"}] * 10_000}, "input.0.role"),
         ("/v1/generate", {"prompt": "x", "params": {"bad_words": ["a"] * 5000}}, "bad_words"),
         ("/v1/logprobs", {"prompts": [[1]] * 2000}, "prompts"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)
+)  # fmt: skip
 def test_list_is_rejected_at_first_error_or_at_its_limit(served, path, body, field):
     refusal = served.refused(path, body)
     assert refusal["param"] == field
@@ -92,9 +86,8 @@ def test_list_is_rejected_at_first_error_or_at_its_limit(served, path, body, fie
     ids=["lists", "schema", "fields", "arguments"],
 )
 def test_body_with_too_many_containers_is_rejected(served, body):
-    path, body = (
-        ("/v1/completions", body) if "prompt" in body else ("/v1/responses", {"input": [body]})
-    )
+    path = "/v1/completions" if "prompt" in body else "/v1/responses"
+    body = body if "prompt" in body else {"input": [body]}
     assert "; at most 65536" in served.refused(path, body)["message"]
 
 
@@ -118,14 +111,8 @@ def test_every_list_in_openapi_document_has_a_limit(served):
                 bounded.append(path)
             # `SamplingParams` limits the text length of JSON schemas; the number of objects in a body limits
             # the arguments of earlier calls.
-            free = (
-                "json_schema.anyOf.0",
-                "properties.json.anyOf.0",
-                ".schema",
-                ".input_schema",
-                "parameters.anyOf.0",
-                ".input",
-            )
+            free = ("json_schema.anyOf.0", "properties.json.anyOf.0", "parameters.anyOf.0")
+            free += (".schema", ".input_schema", ".input")
             if schema.get("additionalProperties") not in (None, False) and not path.endswith(free):
                 assert "maxProperties" in schema, path
                 bounded.append(path)
@@ -147,18 +134,11 @@ def test_chunked_body_is_rejected_and_not_read_further(served):
             link.sendall(HEAD + length + b"Transfer-Encoding: chunked\r\n\r\n" + hidden)
             answer = received(link)
         assert answer.startswith(b"HTTP/1.1 411") and answer.count(b"HTTP/1.1") == 1
+        assert b"Content-Length" in answer.partition(b"\r\n\r\n")[2]
     with served.connect() as link:
         link.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         with pytest.raises(ConnectionError):
             link.sendall(b"1\r\na\r\n" * 10_000_000)
-
-
-def test_compressed_body_is_rejected(served):
-    for encoding, status in (("gzip", 415), ("br", 415), ("identity", 200)):
-        answer = served.client.post(
-            "/v1/completions", json=SHORT, headers={"Content-Encoding": encoding}
-        )
-        assert answer.status_code == status, encoding
 
 
 def test_total_size_of_bodies_in_progress_is_limited(llm):
@@ -376,9 +356,8 @@ def test_only_health_is_answered_when_all_connections_are_busy(llm):
 def test_half_closed_connection_gets_its_response(served):
     for stream in (False, True):
         with served.connect() as link:
-            link.sendall(
-                request_of(SHORT | {"max_tokens": 200, "ignore_eos": True, "stream": stream})
-            )
+            body = SHORT | {"max_tokens": 200, "ignore_eos": True, "stream": stream}
+            link.sendall(request_of(body))
             link.shutdown(socket.SHUT_WR)
             answer = received(link)
         answer = answer.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
@@ -421,20 +400,14 @@ class Others:
 
     def __enter__(self) -> Others:
         self._ended.clear()
-        self._threads = [
-            threading.Thread(target=self._ask, args=("GET", "/health")),
-            threading.Thread(
-                target=self._ask, args=("POST", "/v1/completions"), kwargs={"json": SHORT}
-            ),
-        ]
-        for thread in self._threads:
-            thread.start()
+        complete = partial(self._ask, "POST", "/v1/completions", json=SHORT)
+        self._askers = [in_thread(self._ask, "GET", "/health"), in_thread(complete)]
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        for thread in self._threads:
-            thread.join(PATIENCE_S)
+        for asker in self._askers:
+            asker.result(PATIENCE_S)
 
 
 def resident_mb(pid: int) -> int:
@@ -445,9 +418,7 @@ def resident_mb(pid: int) -> int:
 def large(rng: random.Random) -> str:
     """JSON of up to 4 MB, of very many or very long parts."""
     size, nested = int(10 ** rng.uniform(0, 6.4)), "[" * 900 + "1" + "]" * 900
-    entry = rng.choice(
-        ["1.5", "1", "-1", '"a"', '""', "{}", "[]", "[1]", "null", '{"type": "text"}']
-    )
+    entry = rng.choice('1.5 1 -1 "a" "" {} [] [1] null {"type":"text"}'.split())
     return rng.choice(
         [
             f"[{', '.join([entry] * (size // len(entry)))}]",
