@@ -57,9 +57,8 @@ def test_model_field_selects_adapter(served: Served, llm: LLM) -> None:
     for model, adapter in (("base", None), ("law", "law")):
         (result,) = llm.generate([IDS], params.replace(adapter=adapter))
         assert ids_of(served, model) == result.outputs[0].token_ids
-    by_params = served.post(
-        "/v1/generate", prompt=IDS, params={"max_tokens": 1, "seed": 3, "adapter": "law"}
-    )
+    params = {"max_tokens": 1, "seed": 3, "adapter": "law"}
+    by_params = served.post("/v1/generate", prompt=IDS, params=params)
     assert by_params["outputs"][0]["token_ids"] == ids_of(served, "law")[:1]
     assert ids_of(served, "law") != ids_of(served, "base")
     answer = served.post("/v1/completions", model="law", prompt=IDS, max_tokens=2)
@@ -89,19 +88,15 @@ def test_adapters_are_loaded_and_unloaded_over_http(served: Served, llm: LLM) ->
     served.post(LOAD, lora_name="french", lora_path="french")
     french = ids_of(served, "french")
     assert french not in (law, ids_of(served, "base"))
-    assert (
-        "unload it first"
-        in served.refused(LOAD, {"lora_name": "french", "lora_path": "law"})["message"]
-    )
+    error = served.refused(LOAD, {"lora_name": "french", "lora_path": "law"})
+    assert "unload it first" in error["message"]
     served.post(LOAD, lora_name="french", lora_path="law", load_inplace=True)
     assert ids_of(served, "french") == law
     served.post(UNLOAD, lora_name="french", lora_int_id=None)
     served.refused("/v1/completions", {"model": "french", "prompt": IDS}, 404)
     assert "adapter='french'" in served.refused(UNLOAD, {"lora_name": "french"})["message"]
-    assert (
-        "is the name of the model"
-        in served.refused(LOAD, {"lora_name": "base", "lora_path": "law"})["message"]
-    )
+    error = served.refused(LOAD, {"lora_name": "base", "lora_path": "law"})
+    assert "is the name of the model" in error["message"]
     assert llm.adapters == ["law"]
 
 

@@ -65,9 +65,8 @@ def test_chats_whole_and_streamed(client):
             texts[choice.index] += choice.delta.content or ""
     assert texts == [choice.message.content for choice in whole.choices]
     ask |= {"n": 1, "stop": [texts[0][-2:]]}
-    with client.chat.completions.stream(
-        **ask
-    ) as stream:  # it raises if the finish reason is length
+    # It raises if the finish reason is length.
+    with client.chat.completions.stream(**ask) as stream:
         text = stream.get_final_completion().choices[0].message.content
     assert texts[0].startswith(text)
 
@@ -76,11 +75,9 @@ def test_fields_that_may_be_ignored_are_accepted(client):
     """Agents and gateways send these fields."""
     ask = {"model": "tales", "max_tokens": 3, "seed": 1}
     plain = client.chat.completions.create(messages=MESSAGES, **ask).choices[0].message.content
-    parts = [
-        {"type": "text", "text": MESSAGES[0]["content"], "cache_control": {"type": "ephemeral"}}
-    ]
+    part = {"type": "text", "text": MESSAGES[0]["content"], "cache_control": {"type": "ephemeral"}}
     done = client.chat.completions.create(
-        messages=[{"role": "user", "content": parts}], **ask, modalities=["text"], logprobs=False,
+        messages=[{"role": "user", "content": [part]}], **ask, modalities=["text"], logprobs=False,
         top_logprobs=0, prompt_cache_retention="24h", store=False, metadata={"a": "b"},
     )  # fmt: skip
     assert done.choices[0].message.content == plain
@@ -134,10 +131,8 @@ def test_tools_are_called_and_their_arguments_parsed():
         llm = server.llm
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
             line_end = str(llm.tokenizer.encode("\n", special_tokens=False)[0])
-            terse = {
-                "logit_bias": {line_end: -100.0},
-                "seed": 1,
-            }  # only line ends that the grammar requires
+            # Only line ends that the grammar requires.
+            terse = {"logit_bias": {line_end: -100.0}, "seed": 1}
             ask = {
                 "model": llm.name, "messages": MESSAGES, "tools": [openai.pydantic_function_tool(Weather)],
                 "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400, **terse,
@@ -175,9 +170,8 @@ def test_python_blocks_of_serve_docs_run_in_order(capsys):
     text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     with talking(HERMES[: HERMES.index("{%- for")] + THINKING, added=True) as server:
-        requests = (
-            block for block in blocks if "run(llm" not in block
-        )  # that block starts the server
+        # The block that is left out starts the server.
+        requests = (block for block in blocks if "run(llm" not in block)
         code = "\n".join(requests).replace("http://127.0.0.1:8000", server.url)
         exec(compile(code, "docs/serve.md", "exec"), {})
     out = capsys.readouterr().out

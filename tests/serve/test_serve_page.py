@@ -43,9 +43,8 @@ def test_every_page_field_has_a_label() -> None:
     page = PAGE.read_text()
     fields = re.findall(r'<(?:input|textarea|select)\b[^>]*\bid="([^"]+)"', page)
     assert len(fields) > 12
-    labels = "".join(
-        re.findall(r"<label\b.*?</label>", page, re.DOTALL)
-    )  # a field may be inside its label
+    # A field may be inside its label.
+    labels = "".join(re.findall(r"<label\b.*?</label>", page, re.DOTALL))
     assert [n for n in fields if f'for="{n}"' not in labels and f'id="{n}"' not in labels] == []
 
 
@@ -64,23 +63,17 @@ def test_page_is_self_contained(plain: Served) -> None:
 
 
 def test_stream_sends_text_of_each_token_id_once(plain: Served) -> None:
-    body = {
-        "prompt": "Once upon a time",
-        "params": {"max_tokens": 20, "seed": 5, "logprobs": 3},
-        "return_tokens": True,
-    }
+    params = {"max_tokens": 20, "seed": 5, "logprobs": 3}
+    body = {"prompt": "Once upon a time", "params": params, "return_tokens": True}
     whole = plain.post("/v1/generate", **body)
     deltas = plain.stream("/v1/generate", **body)
     sent = [name for delta in deltas for name in delta["tokens"]]
     assert len(sent) == len(set(sent))
     texts = {name: text for delta in deltas for name, text in delta["tokens"].items()}
     assert texts == whole["tokens"]
-    output, prompt = whole["outputs"][0], whole["prompt_token_ids"]
-    shown = {
-        *prompt,
-        *output["token_ids"],
-        *(i for best in output["top_logprobs"] for i, _ in best),
-    }
+    output = whole["outputs"][0]
+    top = (i for best in output["top_logprobs"] for i, _ in best)
+    shown = {*whole["prompt_token_ids"], *output["token_ids"], *top}
     assert {int(name) for name in texts} == shown
     assert "".join(texts[str(i)] for i in output["token_ids"]) == output["text"]
     assert "tokens" not in plain.post("/v1/generate", **body | {"return_tokens": False})
@@ -199,6 +192,14 @@ def open_ready(open_page: Opens, url: str, **settings: Any) -> Any:
     return page
 
 
+def start_long(page: Any, pace: Pace) -> None:
+    """Start a run that goes on until it is stopped."""
+    pace.seconds = 0.02
+    page.fill("#max_tokens", "1500")
+    page.fill("#other", '{"ignore_eos": true}')
+    page.keyboard.press("Control+Enter")
+
+
 def words(pane: Any) -> str:
     """The text of a pane, without the tokens of a stop string or end of sequence."""
     return "".join(pane.locator(".t:not(.cut)").all_text_contents())
@@ -239,12 +240,8 @@ def test_alternatives_show_on_hover_keyboard_and_tap(site: Served, open_page: Op
     look.wait_for(state="visible")
     top = page.evaluate("right.tokens[3].top")
     assert look.locator("li").count() >= len(top) == 5
-    assert (
-        look.locator("li.drawn")
-        .inner_text()
-        .replace("·", " ")
-        .startswith(f"✓ {token.inner_text()}")
-    )
+    drawn = look.locator("li.drawn").inner_text().replace("·", " ")
+    assert drawn.startswith(f"✓ {token.inner_text()}")
     shares = page.evaluate("right.tokens[3].top.map(([id, p]) => percent(p))")
     assert look.locator(".share").all_inner_texts()[:5] == shares
     page.mouse.move(5, 5)
@@ -318,10 +315,7 @@ def test_stop_aborts_request_on_server(
 ) -> None:
     service = site.service
     page = open_ready(open_page, site.url)
-    pace.seconds = 0.02
-    page.fill("#max_tokens", "1500")
-    page.fill("#other", '{"ignore_eos": true}')
-    page.keyboard.press("Control+Enter")
+    start_long(page, pace)
     comes_true(page, "going?.tokens.length > 3")
     assert service.num_in_progress == 1 and page.inner_text("#go-word") == "Stop"
     if how == "key":
@@ -404,9 +398,8 @@ def test_server_error_messages_are_shown(site: Served, open_page: Opens) -> None
     page.fill("#other", "")
     page.fill("#prompt", "")
     page.click("#go")
-    comes_true(
-        page, "document.querySelector('#panes > .run .wrong')?.textContent.includes('prompt')"
-    )
+    wrong = "document.querySelector('#panes > .run .wrong')"
+    comes_true(page, f"{wrong}?.textContent.includes('prompt')")
 
 
 @pytest.mark.slow
@@ -419,9 +412,8 @@ def test_api_key_is_prompted_for_and_kept_in_session_storage(
         assert "no API key" in page.locator("#key-problem").inner_text()
         page.fill("#key", "wrong-battery")
         page.keyboard.press("Enter")
-        comes_true(
-            page, "document.getElementById('key-problem').textContent.includes('not one of')"
-        )
+        problem = "document.getElementById('key-problem').textContent"
+        comes_true(page, f"{problem}.includes('not one of')")
         page.fill("#key", "correct-horse")
         page.keyboard.press("Enter")
         page.wait_for_selector("#places li")
@@ -454,10 +446,7 @@ def test_page_has_contrast_and_no_overflow_at_any_width(
 def test_gauges_follow_the_engine(site: Served, open_page: Opens, pace: Pace) -> None:
     page = open_ready(open_page, site.url)
     assert page.inner_text("#running") == "0"
-    pace.seconds = 0.02
-    page.fill("#max_tokens", "1500")
-    page.fill("#other", '{"ignore_eos": true}')
-    page.keyboard.press("Control+Enter")
+    start_long(page, pace)
     comes_true(page, "document.getElementById('running').textContent === '1'")
     comes_true(page, "Number(document.getElementById('rate').textContent) > 1")
     assert not page.inner_text("#kv-blocks").startswith("0 of")

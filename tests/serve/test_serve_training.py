@@ -49,9 +49,8 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def served(llm: LLM) -> Iterator[Served]:
-    settings = ServeSettings(
-        training=True, logprobs_mode="processed_logprobs", max_body_bytes=16 << 20
-    )
+    mode = "processed_logprobs"
+    settings = ServeSettings(training=True, logprobs_mode=mode, max_body_bytes=16 << 20)
     with serving(llm, settings) as server:
         yield server
 
@@ -132,11 +131,9 @@ def test_sampling_supports_match_generate(served: Served) -> None:
     pieces = served.stream("/v1/chat/completions", **chat_body)[:-1]
     own = [s for p in pieces for s in p["choices"][0].get("supports", [])]
     assert own == chat["supports"]
-    native = {
-        "prompt": PROMPT,
-        "params": {"seed": 7, "max_tokens": 6, "top_p": 0.8, "support": True},
-    }
-    assert len(served.post("/v1/generate", **native)["outputs"][0]["supports"]) == 6
+    native = {"seed": 7, "max_tokens": 6, "top_p": 0.8, "support": True}
+    (output,) = served.post("/v1/generate", prompt=PROMPT, params=native)["outputs"]
+    assert len(output["supports"]) == 6
 
 
 def test_prompt_logprobs_match_generate(served: Served) -> None:
@@ -223,10 +220,8 @@ def test_pause_with_abort_ends_requests_with_reason_abort(served: Served) -> Non
     for answer in (completion, chat):
         assert answer["choices"][0]["finish_reason"] == "abort"
     assert message["stop_reason"] == "abort"
-    assert (response["status"], response["incomplete_details"]) == (
-        "incomplete",
-        {"reason": "abort"},
-    )
+    assert response["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "abort"}
 
 
 @pytest.fixture(scope="module")
@@ -262,19 +257,18 @@ def test_requests_with_origin_header_are_rejected(served: Served, method: str, p
 
 
 def generated(llm: LLM) -> Any:
-    output = llm.generate(PROMPT, SamplingParams(seed=7, max_tokens=6, temperature=0.7))[0].outputs[
-        0
-    ]
+    params = SamplingParams(seed=7, max_tokens=6, temperature=0.7)
+    output = llm.generate(PROMPT, params)[0].outputs[0]
     return output.token_ids, output.logprobs
 
 
-def test_weights_are_updated_from_safetensors_body(
-    served: Served, weights: dict[str, torch.Tensor]
-) -> None:
+def upload(served: Served, content: bytes, query: str = "") -> httpx.Response:
+    return served.client.post(f"/update_weights{query}", content=content, headers=OCTETS)
+
+
+def test_weights_are_updated_from_safetensors_body(served: Served, weights: Any) -> None:
     before = generated(served.llm)
-    answer = served.client.post(
-        "/update_weights?version=41", content=save(other(weights)), headers=OCTETS
-    )
+    answer = upload(served, save(other(weights)), "?version=41")
     assert answer.json() == {"status": "ok", "weight_version": 41}
     after = generated(served.llm)
     assert after != before
@@ -291,15 +285,14 @@ def test_weights_sent_in_parts_are_applied_together(served: Served, weights: Any
     names = list(weights)
     post = served.client.post
     started = post("/start_weight_update", json={"is_checkpoint_format": True}).json()
-    parts = f"/update_weights?update={started['update']}"
+    update = f"?update={started['update']}"
     for part in (names[::2], names[1::2]):
         body = save({name: other(weights)[name] for name in part})
-        answer = post(parts, content=body, headers=OCTETS).json()
-        assert answer["weight_version"] is None
+        assert upload(served, body, update).json()["weight_version"] is None
         assert generated(served.llm) == before
-    again = post(parts, content=body, headers=OCTETS)
+    again = upload(served, body, update)
     assert again.status_code == 400 and "twice" in again.text
-    again = post(f"{parts}&version=3", content=body, headers=OCTETS)
+    again = upload(served, body, f"{update}&version=3")
     assert again.status_code == 400 and "version=3" in again.text
     end = {"update": started["update"]}
     assert isinstance(post("/finish_weight_update", json=end).json()["weight_version"], int)
@@ -310,27 +303,23 @@ def test_file_of_another_trainer_joins_no_update_in_parts(served: Served, weight
     before = generated(served.llm)
     post, body = served.client.post, save(other(weights))
     late = post("/start_weight_update").json()["update"]
-    assert post("/update_weights", content=body, headers=OCTETS).status_code == 409
+    assert upload(served, body).status_code == 409
     assert post("/finish_weight_update").status_code == 409
     post("/finish_weight_update", json={"update": late})  # of no weights: an error, which ends it
     for own in (late, post("/start_weight_update").json()["update"]):
-        status = post(f"/update_weights?update={late}", content=body, headers=OCTETS).status_code
-        assert status == 409, own  # with none in progress, and with another one
+        # With none in progress, and with another one.
+        assert upload(served, body, f"?update={late}").status_code == 409, own
         assert generated(served.llm) == before
     post("/finish_weight_update", json={"update": own})
 
 
 def test_completion_during_an_update_has_both_weight_versions(served: Served, weights: Any) -> None:
     first = served.llm.stats()["weight_version"]
-    with served.client.stream(
-        "POST",
-        "/v1/completions",
-        json=BODY
-        | {"max_tokens": 400, "ignore_eos": True, "stream": True, "return_token_ids": True},
-    ) as answer:
+    body = BODY | {"max_tokens": 400, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    with served.client.stream("POST", "/v1/completions", json=body) as answer:
         lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
         seen = [next(lines)]
-        update = served.client.post("/update_weights", content=save(other(weights)), headers=OCTETS)
+        update = upload(served, save(other(weights)))
         seen += lines
     versions = [v for line in seen for v in json.loads(line[6:])["choices"][0]["weight_versions"]]
     assert len(versions) == 400
@@ -338,7 +327,7 @@ def test_completion_during_an_update_has_both_weight_versions(served: Served, we
     assert set(versions) == {first, update.json()["weight_version"]}
 
 
-def test_weight_sender_updates_weights(served: Served, weights: dict[str, torch.Tensor]) -> None:
+def test_weight_sender_updates_weights(served: Served, weights: Any) -> None:
     sender = rl.WeightSender(served.url, timeout_s=PATIENCE_S)
     before = generated(served.llm)
     sender.pause()
@@ -390,7 +379,7 @@ def test_malformed_safetensors_bodies_are_rejected(served: Served, weights: Any)
     bombs.append(save({"a": torch.zeros(3)}))
     bombs.append(save(weights | {"extra": torch.zeros(4_600_000, dtype=torch.int8)}))
     for body in bombs:
-        answer = served.client.post("/update_weights", content=body, headers=OCTETS)
+        answer = upload(served, body)
         assert answer.status_code == 400, answer.text
     assert generated(served.llm) == before
 
@@ -401,7 +390,7 @@ def test_update_over_max_update_bytes_is_rejected(served: Served, weights: Any) 
     for limit, status in ((size, 200), (size - 1, 400)):
         settings = ServeSettings(training=True, max_body_bytes=16 << 20, max_update_bytes=limit)
         with serving(served.llm, settings) as server:
-            answer = server.client.post("/update_weights", content=body, headers=OCTETS)
+            answer = upload(server, body)
             assert answer.status_code == status, answer.text
 
 
@@ -417,9 +406,7 @@ def test_update_of_silent_trainer_times_out(llm: LLM, monkeypatch: pytest.Monkey
             assert answer.status_code == 409 and answer.headers["retry-after"]
             assert "another update" in answer.text and "0.3 s" in answer.text
         monkeypatch.undo()
-        server.client.post(
-            f"/update_weights?update={update}", content=b"", headers=OCTETS
-        )  # activity restarts the timeout
+        upload(server, b"", f"?update={update}")  # activity restarts the timeout
         until(lambda: server.client.post("/start_weight_update", json={}).status_code == 200)
         time.sleep(0.4)
         assert "no update" in server.refused("/finish_weight_update", {}, 409)["message"]
@@ -445,12 +432,7 @@ def test_update_of_lost_trainer_is_dropped(llm: LLM, weights: Any, name: str) ->
     line = [sys.executable, "-c", TRAINER]
     with serving(llm, settings) as server, started([*line, server.url, name]) as trainer:
         until(lambda: state_of(trainer.pid) in "TZ")
-        until(
-            lambda: (
-                server.client.post("/finish_weight_update").json()["error"]["message"][:9]
-                == "no update"
-            )
-        )
+        until(lambda: '"no update' in server.client.post("/finish_weight_update").text)
         assert generated(llm) == before
         sender = rl.WeightSender(server.url, timeout_s=PATIENCE_S)
         assert sender.send(other(weights), version=700) == 700
