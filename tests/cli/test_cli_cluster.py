@@ -50,6 +50,11 @@ def run(*arguments: str) -> Invoked:
     return CliRunner().invoke(app, ["cluster", *arguments])
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
 def refused(invoked: Invoked, status: int) -> str:
     assert invoked.exit_code == status, invoked.output
     (line,) = invoked.stderr.splitlines()
@@ -68,9 +73,7 @@ def test_start_creates_private_token(home: Path, asked: list[Any]) -> None:
     assert asked[0][:3] == ("start", "--head", "--port=7001")
 
 
-def test_start_keeps_existing_token(
-    home: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_keeps_existing_token(home: Path, asked: list[Any], monkeypatch: Any) -> None:
     token = home / "mine"
     token.write_text("t" * 40)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
@@ -93,8 +96,7 @@ def test_join_reports_missing_token_or_unreachable_head(home: Path, asked: list[
     assert "copy " in refused(run("join", "10.0.0.1"), 1)
     (home / ".ray").mkdir()
     (home / ".ray" / "auth_token").write_text("t" * 40)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     assert f"no answer from 127.0.0.1:{port}" in refused(run("join", f"127.0.0.1:{port}"), 1)
     assert "must be HOST:PORT" in refused(run("join", "10.0.0.1:x"), 2)
     assert "no answer from a..b:1" in refused(run("join", "a..b:1"), 1)
@@ -106,9 +108,7 @@ def test_join_reports_missing_token_or_unreachable_head(home: Path, asked: list[
     assert asked[0][:2] == ("start", f"--address=127.0.0.1:{port}")
 
 
-def test_start_with_ray_auth_disabled_is_rejected(
-    monkeypatch: pytest.MonkeyPatch, asked: list[Any]
-) -> None:
+def test_start_with_ray_auth_disabled_is_rejected(monkeypatch: Any, asked: list[Any]) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert "RAY_AUTH_MODE=disabled" in refused(run("start"), 2)
     assert not asked
@@ -141,18 +141,10 @@ def test_ray_failure_is_reported_in_one_line(
 
 def test_status_shows_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = {
-        "layers": [0, 3],
-        "index": 0,
-        "address": ["10.0.0.1", 5],
-        "pid": 41,
-        "weight_bytes": 3_000_000,
-        "kv_bytes": 4_000_000,
-        "frames": 12,
-        "tokens_per_s": 28.44,
-        "hop_s": 0.00042,
-        "restarts": 2,
+        "layers": [0, 3], "index": 0, "address": ["10.0.0.1", 5], "pid": 41, "weight_bytes": 3_000_000,
+        "kv_bytes": 4_000_000, "frames": 12, "tokens_per_s": 28.44, "hop_s": 0.00042, "restarts": 2,
         "silent": False,
-    }
+    }  # fmt: skip
     idle = {**stage, "layers": None, "pid": 42}
     machine = {"machine": "10.0.0.1", "cores": 2.0, "memory_bytes": 8e9, "reachable": False}
     clusters = {"ab12": [stage, idle, {"silent": True}]}
@@ -170,8 +162,7 @@ def test_status_shows_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_status_of_unreachable_address_is_an_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     line = refused(run("status", "--address", f"127.0.0.1:{port}"), 1)
     assert f"no Ray cluster at 127.0.0.1:{port}: no answer" in line
 
@@ -203,9 +194,7 @@ def test_invalid_cluster_options_are_usage_errors(values: dict[str, Any], told: 
         placement_of(every_option(**values))
 
 
-def test_user_without_home_folder_gets_one_line_error(
-    monkeypatch: pytest.MonkeyPatch, asked: list[Any]
-) -> None:
+def test_user_without_home_folder_gets_one_line_error(monkeypatch: Any, asked: list[Any]) -> None:
     monkeypatch.delenv("HOME")
 
     def unknown(uid: int) -> Any:

@@ -55,13 +55,8 @@ def test_model_opens_without_heavy_imports_which_work_later():
     with verbatim.LLM() as llm:
         params = verbatim.SamplingParams(max_tokens=8, temperature=0)
         ids = list(llm.generate("Once", params)[0].outputs[0].token_ids)
-    assert report == {
-        "ids": ids,
-        "import": "__import__",
-        "dtensor": False,
-        "distributed": True,
-        "compiled": 2.0,
-    }
+    works = {"import": "__import__", "dtensor": False, "distributed": True, "compiled": 2.0}
+    assert report == works | {"ids": ids}
 
 
 @pytest.mark.slow

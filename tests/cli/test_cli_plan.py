@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 
 import pytest
@@ -22,7 +21,7 @@ ROOMY = ("--policy", "none", "--max-length", "128")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("toy")
-    tokenizer = copy.deepcopy(toy_tokenizers.byte_level().hf)
+    tokenizer = toy_tokenizers.byte_level().hf
     make_toy("qwen3", vocab_size=len(tokenizer)).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)

@@ -31,10 +31,8 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("toy")
     tokenizer = copy.deepcopy(toy_tokenizers.byte_level().hf)
     tokenizer.chat_template = TEMPLATE
-    vocab_size = len(tokenizer)
-    make_toy("qwen3", vocab_size=vocab_size, max_position_embeddings=MAX_LENGTH).save_pretrained(
-        path
-    )
+    sizes = dict(vocab_size=len(tokenizer), max_position_embeddings=MAX_LENGTH)
+    make_toy("qwen3", **sizes).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 
@@ -93,16 +91,12 @@ def test_engine_errors_are_printed_in_one_line(run, args, says):
 
 
 def test_kv_cache_allocation_failure_is_printed_in_one_line(run, monkeypatch):
-    def allocate(*_, **__):
-        return torch.empty(2**50)
-
+    allocate = lambda *_, **__: torch.empty(2**50)
     monkeypatch.setattr("verbatim.placement.resident.open_store", allocate)
     done = run("generate", "x", "--kv-memory", "1MB")
     assert (done.exit_code, done.stdout) == (1, "")
-    assert re.fullmatch(
-        r"verbatim: the KV cache of \d+ bytes can't be allocated: lower kv_memory or max_length\n",
-        done.stderr,
-    )
+    message = r"the KV cache of \d+ bytes can't be allocated: lower kv_memory or max_length"
+    assert re.fullmatch(f"verbatim: {message}\n", done.stderr)
 
 
 def test_model_loading_errors_are_printed_in_one_line(run, folder, tmp_path):
@@ -169,12 +163,7 @@ def test_ctrl_c_and_closed_pipe_end_a_run_quietly(act, status, end):
 @pytest.mark.parametrize(
     ("redirection", "status", "message"),
     [
-        pytest.param(
-            "> /dev/full",
-            1,
-            "can't write to stdout: No space left on device",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param("> /dev/full", 1, "can't write to stdout: No space ", marks=pytest.mark.slow),
         (">&-", 1, "stdout is closed"),
         ("<&-", 2, "stdin is closed"),
     ],

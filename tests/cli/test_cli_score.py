@@ -103,15 +103,10 @@ main()
 """
 
     def complete(*words):
-        env = dict(
-            os.environ,
-            _VERBATIM_COMPLETE="complete_bash",
-            COMP_WORDS=" ".join(("verbatim", *words)),
-            COMP_CWORD=str(len(words)),
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
-        )
+        typed = {"COMP_WORDS": " ".join(("verbatim", *words)), "COMP_CWORD": str(len(words))}
+        env = os.environ | typed | {"_VERBATIM_COMPLETE": "complete_bash"}
+        command, pipes = [sys.executable, "-c", script], dict(capture_output=True, text=True)
+        done = subprocess.run(command, env=env, check=True, **pipes)
         *found, torch_imported = done.stdout.split()
         assert torch_imported == "False"
         return found

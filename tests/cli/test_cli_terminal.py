@@ -42,13 +42,9 @@ class Terminal:
         self.found = termios.tcgetattr(self.fd)
         self.output, self._seen = b"", 0
         self._begin = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", self._begin + script, *args],
-            stdin=self.fd,
-            stdout=self.fd,
-            stderr=self.fd,
-            start_new_session=True,
-        )
+        line = [sys.executable, "-P", "-c", self._begin + script, *args]
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), self.fd)
+        self.process = subprocess.Popen(line, start_new_session=True, **streams)
 
     def until(self, text):
         """Read the output until a text appears after the text that the last call waited for."""
@@ -208,9 +204,8 @@ with _shown(["again"]):
     ("number", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)]
 )
 def test_signal_during_progress_display_shows_the_cursor_again(terminal, tmp_path, number, status):
-    (tmp_path / "slow_import.py").write_text(
-        "import os, time; os.write(2, b'begun'); time.sleep(3600)"
-    )
+    slow = "import os, time; os.write(2, b'begun'); time.sleep(3600)"
+    (tmp_path / "slow_import.py").write_text(slow)
     body = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import slow_import"
     started = terminal(script=PROGRESS.format(body))
     started.until(HIDE)

@@ -18,12 +18,8 @@ PAGE = Path(__file__).parents[2] / "docs/commands.md"
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 STORYTELLER = Path(verbatim.storyteller.__file__).parent
 FOX = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
-REQUEST = {
-    "custom_id": "1",
-    "method": "POST",
-    "url": "/v1/completions",
-    "body": {"prompt": "The fox", "max_tokens": 4},
-}
+BODY = {"prompt": "The fox", "max_tokens": 4}
+REQUEST = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": BODY}
 # Lines that do not run here, and why.
 NOT_RUN = {
     "cluster start": "Ray on several machines",

@@ -129,8 +129,7 @@ def interrupted_after(words):
 def run(*args, input=b"", engine=ScriptedLLM, kernels=("generic",)):
     """Run a CLI command against the scripted engine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(
-            vars(verbatim), "LLM", engine
-        )  # setattr would import torch to save the old value
+        # setattr would import torch to save the old value.
+        patch.setitem(vars(verbatim), "LLM", engine)
         patch.setattr("verbatim.kernels.available", lambda: kernels)
         return CliRunner().invoke(app, list(args), input=input)
