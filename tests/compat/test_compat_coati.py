@@ -542,10 +542,8 @@ def test_actor_rows_have_same_bits_alone_batched_and_preempted(dtype):
         options = EngineOptions(None, None, 4, tokens, 8, None, None, False, None)
         runner = RowsRunner(ActorDecoder(actor, {}), block_size=4, num_blocks=blocks)
         with LLM._over(open_runner(runner, options)) as llm:
-            requests = [
-                llm.engine.admission.admit(row, params, first_sample=first + i)
-                for i, row in enumerate(rows)
-            ]
+            admit = llm.engine.admission.admit
+            requests = [admit(row, params, first_sample=first + i) for i, row in enumerate(rows)]
             outputs = [result.outputs[0] for result in llm.engine.run(requests)]
             preemptions.append(llm.stats()["preemptions"])
         return [(output.token_ids, output.logprobs) for output in outputs]
@@ -765,9 +763,8 @@ def methods_of(model):
 def widths_of(model, run):
     """Return the width of `input_ids` in each forward of `model`, and the result of `run`."""
     widths = []
-    handle = model.register_forward_pre_hook(
-        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+    note = lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1])
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
         out = run()
     finally:
@@ -1029,9 +1026,8 @@ def test_hook_helpers_behave_as_documented():
     assert inputs["attention_mask"] is mask and inputs["use_cache"] is True
     assert inputs["position_ids"].tolist() == [[0, 0, 1]]
     pair = torch.zeros(1, 2, 2, 4)  # keys or values of two tokens
-    inputs = prepare_inputs_fn(
-        ids, past=((pair, pair),), attention_mask=mask, token_type_ids=torch.tensor([[1, 2, 3]])
-    )
+    given = {"attention_mask": mask, "token_type_ids": torch.tensor([[1, 2, 3]])}
+    inputs = prepare_inputs_fn(ids, past=((pair, pair),), **given)
     assert inputs["input_ids"].tolist() == [[6]] and inputs["past_key_values"][0][0] is pair
     assert inputs["position_ids"].tolist() == [[1]] and inputs["token_type_ids"].tolist() == [[3]]
 

@@ -124,23 +124,13 @@ def test_manual_sample_loop_equals_generate(toy, filters):
     assert torch.equal(greedy, by_hand(toy, prompt, 9, lambda x, _: sample(x, temperature=0)))
 
 
-@pytest.mark.parametrize(
-    ("top_p", "temperature", "kept"),
-    [
-        (0.45, 1.0, {0}),
-        (0.55, 1.0, {0, 1}),
-        (0.55, 0.25, {0}),
-        (0.0, 1.0, {0}),
-        (1.0, 1.0, {0, 1, 2}),
-    ],
-)
-def test_top_p_is_applied_after_temperature(top_p, temperature, kept):
+def test_top_p_is_applied_after_temperature_and_keeps_at_least_one_id():
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(300, 3)
-    drawn = sample(logits, temperature, top_p=top_p, seed=5, position=0)
-    assert set(drawn.tolist()) == kept
-
-
-def test_top_p_0_keeps_one_of_equally_likely_ids():
+    for top_p, temperature, kept in [
+        (0.45, 1.0, {0}), (0.55, 1.0, {0, 1}), (0.55, 0.25, {0}), (0.0, 1.0, {0}), (1.0, 1.0, {0, 1, 2}),
+    ]:  # fmt: skip
+        drawn = sample(logits, temperature, top_p=top_p, seed=5, position=0)
+        assert set(drawn.tolist()) == kept
     assert set(sample(torch.zeros(50, 7), top_p=0, seed=1, position=0).tolist()) == {0}
 
 
@@ -211,9 +201,8 @@ def test_top_k_above_vocabulary_size_keeps_all_ids(toy):
 
 def test_numpy_scalars_are_accepted(toy):
     prompt = prompts_of(2, 4)
-    expected = generate(
-        toy, prompt, 5, temperature=0.5, top_k=9, top_p=0.75, eos_token_id=3, seed=1
-    )
+    plain = dict(temperature=0.5, top_k=9, top_p=0.75, eos_token_id=3)
+    expected = generate(toy, prompt, 5, **plain, seed=1)
     tall = dict(temperature=np.float32(0.5), top_k=np.int64(9), top_p=np.float32(0.75))
     out = generate(toy, prompt, np.int64(5), **tall, eos_token_id=np.int32(3), seed=1)
     assert torch.equal(out, expected)
@@ -300,43 +289,28 @@ def test_cache_overflow_is_rejected_and_leaves_cache_unchanged():
         KVCache(1, 4, 1, 0, torch.float32, "cpu")
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        torch.ones(1, 1, 2, 2, dtype=torch.complex64),
-        torch.ones(1, 1, 2, 2, device="meta"),
-        torch.eye(2).to_sparse(),
-        None,
-    ],
-    ids=["complex", "meta", "sparse", "None"],
-)
 @pytest.mark.parametrize("which", [0, 1])
-def test_invalid_k_or_v_leaves_cache_unchanged(wrong, which):
-    cache = KVCache(1, 4, 1, 2)
-    new = [torch.ones(1, 1, 2, 2)] * 2
-    new[which] = wrong
-    with pytest.raises(InvalidRequest, match=["k_new is", "v_new is"][which]):
-        cache.update(*new)
-    assert cache.seq_len == 0 and not cache.k.any() and not cache.v.any()
+def test_invalid_k_or_v_leaves_cache_unchanged(which):
+    cache, fine = KVCache(1, 4, 1, 2), torch.ones(1, 1, 2, 2)
+    for wrong in (fine.to(torch.complex64), fine.to("meta"), torch.eye(2).to_sparse(), None):
+        new = [fine, fine]
+        new[which] = wrong
+        with pytest.raises(InvalidRequest, match=["k_new is", "v_new is"][which]):
+            cache.update(*new)
+        assert cache.seq_len == 0 and not cache.k.any() and not cache.v.any()
 
 
-def test_integer_cache_rejects_float_tensors():
+def test_cache_has_its_dtype_and_a_limited_size_and_outlives_inference_mode():
+    ones = torch.ones(2, 1, 1, 2, 2)
     with pytest.raises(InvalidRequest, match=r"float32.*convertible to torch.int8"):
-        KVCache(1, 4, 1, 2, torch.int8).update(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2))
-    cache = KVCache(1, 4, 1, 2, torch.bfloat16)
-    assert cache.update(*torch.ones(2, 1, 1, 2, 2))[0].dtype == torch.bfloat16
-
-
-def test_cache_too_large_to_allocate_is_rejected_with_its_shape():
+        KVCache(1, 4, 1, 2, torch.int8).update(*ones)
+    assert KVCache(1, 4, 1, 2, torch.bfloat16).update(*ones)[0].dtype == torch.bfloat16
     with pytest.raises(InvalidRequest, match=r"K and V of \[1099511627776, 3, 1099511627776, 4\]"):
         KVCache(2**40, 2**40, 3, 4)
     assert KVCache(np.int64(1), 4, 1, 2).nbytes == 64
-
-
-def test_cache_created_in_inference_mode_can_be_updated_outside():
     with torch.inference_mode():
         cache = KVCache(1, 4, 1, 2)
-    assert cache.update(*torch.ones(2, 1, 1, 2, 2))[0].sum() == 4
+    assert cache.update(*ones)[0].sum() == 4
 
 
 # ---- the runner
@@ -350,23 +324,18 @@ def test_scores_equal_generated_log_probs_and_llama_with_same_weights(toy):
         assert scores[1:] == pytest.approx(same[1:], abs=1e-5)
 
 
-KINDS = {"llama": {}, "experts": dict(num_experts=4, n_layers=1)}
-
-
-def some_requests():
-    prompts, params = mixed_requests()
-    keep = (1, 2, 3, 7, 9, 10)
-    return [prompts[i] for i in keep], [params[i].replace(hidden_states=False) for i in keep]
-
-
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("llama", "float32"), ("experts", "bfloat16")],
+    ("options", "dtype"),
+    [({}, "float32"), (dict(num_experts=4, n_layers=1), "bfloat16")],
+    ids=["llama", "experts"],
 )
-def test_every_schedule_gives_same_bits(kind, dtype):
+def test_every_schedule_gives_same_bits(options, dtype):
     """Alone, batched, chunked, preempted, from cached prefixes, with other thread counts, `n` and beams."""
-    toy = kempner_toy(dtype=DTYPES[dtype], max_seq_len=128, **KINDS[kind])
-    prompts, params = some_requests()
+    toy = kempner_toy(dtype=DTYPES[dtype], max_seq_len=128, **options)
+    all_prompts, all_params = mixed_requests()
+    kept = (1, 2, 3, 7, 9, 10)
+    prompts = [all_prompts[i] for i in kept]
+    params = [all_params[i].replace(hidden_states=False) for i in kept]
     torch.set_num_threads(2)
     with LLM(toy, kv_memory="4MB") as llm:
         assert llm.info()["rows"] == "one at a time"
@@ -465,28 +434,20 @@ def wider():
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (
-            changed("LooksAhead", lambda self, logits, tokens: logits + tokens[:, -1:, None]),
-            "LooksAhead: .*a causal model is needed",
-        ),
-        (
-            changed("Drops", lambda self, logits, tokens: F.dropout(logits, 0.5)),
-            "Drops: .*other logits when run again; it may draw random numbers",
-        ),
-        (
-            changed("Counts", lambda self, logits, tokens: logits + len(self.calls)),
-            "Counts: .*gave other logits when run again",
-        ),
-        (
-            changed("Pairs", lambda self, logits, tokens: (logits, None)),
-            r"Pairs: .*returns tuple .* logits \[B, T, V\]",
-        ),
+        (changed("LooksAhead", lambda self, logits, tokens: logits + tokens[:, -1:, None]),
+         "LooksAhead: .*a causal model is needed"),
+        (changed("Drops", lambda self, logits, tokens: F.dropout(logits, 0.5)),
+         "Drops: .*other logits when run again; it may draw random numbers"),
+        (changed("Counts", lambda self, logits, tokens: logits + len(self.calls)),
+         "Counts: .*gave other logits when run again"),
+        (changed("Pairs", lambda self, logits, tokens: (logits, None)),
+         r"Pairs: .*returns tuple .* logits \[B, T, V\]"),
         (Forgets, "Forgets: .*did not append the new K and V to the cache of layer 1"),
         (wider, r"Wider: .*puts K \[1, 2, 1, 10\].* whose next rows are \[1, 2, 1, 12\]"),
         (AlwaysCausal, "AlwaysCausal: .*is_causal=True for one query"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
-)
+)  # fmt: skip
 def test_unsupported_module_is_rejected_when_opened(make, why):
     with pytest.raises(UnsupportedModel, match=why):
         generate(wider() if make is wider else kempner_toy(cls=make), prompts_of(1, 4), 2)
@@ -556,21 +517,21 @@ def test_opening_trial_does_not_call_forward_hooks(toy):
 
 
 @pytest.mark.parametrize(
-    "around",
+    "mode",
     [
-        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-        torch.inference_mode,
-        torch.enable_grad,
-        lambda: torch.device("cpu"),
-        lambda: torch.device("meta"),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.inference_mode(),
+        torch.enable_grad(),
+        torch.device("cpu"),
+        torch.device("meta"),
     ],
     ids=["autocast", "inference mode", "gradients", "device", "meta"],
 )
-def test_torch_modes_of_caller_do_not_change_results(toy, around):
+def test_torch_modes_of_caller_do_not_change_results(toy, mode):
     prompt, logits = prompts_of(2, 5), torch.zeros(2, 9)
     expected = generate(kempner_toy(), prompt, 6, seed=1)
     drawn = sample(logits, seed=1, position=3)
-    with around():
+    with mode:
         out = generate(toy, prompt, 6, seed=1)
         assert generate(toy, prompt, 3).shape == (2, 8)
         assert torch.equal(sample(logits, seed=1, position=3), drawn)
@@ -606,10 +567,8 @@ def test_edited_module_gets_new_engine_and_open_llm_raises(toy):
     torch.manual_seed(0)
     toy.output_head["proj"] = nn.Linear(60, 300, bias=False).bfloat16()
     toy.token_embedding["embedding"] = nn.Embedding(300, 60).bfloat16()
-    assert torch.equal(
-        generate(toy, prompt, 6, seed=1),
-        by_hand(toy, prompt, 6, lambda x, at: sample(x, seed=1, position=at)),
-    )
+    expected = by_hand(toy, prompt, 6, lambda x, at: sample(x, seed=1, position=at))
+    assert torch.equal(generate(toy, prompt, 6, seed=1), expected)
     llm = LLM(toy, kv_memory="1MB")
     toy.output_head["proj"] = nn.Linear(60, 200, bias=False).bfloat16()
     with pytest.raises(verbatim.VerbatimError, match="vocabulary changed from 300 to 200"):

@@ -8,6 +8,7 @@ import dataclasses
 import sys
 import threading
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,14 +21,7 @@ from support.programs import in_thread
 from support.requests_mixed import facts
 from support.toy_tokenizers import byte_level
 from support.toys import make_toy, random_ids
-from verbatim import (
-    LLM,
-    InvalidRequest,
-    NotSupported,
-    PromptTooLong,
-    RequestFailed,
-    VerbatimError,
-)
+from verbatim import LLM, InvalidRequest, NotSupported, PromptTooLong, RequestFailed, VerbatimError
 from verbatim import SamplingParams as HouseParams
 from verbatim.compat.megatron import (
     AsyncStream,
@@ -162,9 +156,8 @@ def test_dynamic_batch_equals_static_batch_and_generate(llm, controller):
         assert request.generated_tokens.tolist() == ids
         assert joined[number] == (ids[:3] if number == 11 else ids)
         assert requests[number].generated_tokens == joined[number]
-        assert requests[number].succeeded() and requests[number].generated_length == len(
-            joined[number]
-        )
+        assert requests[number].succeeded()
+        assert requests[number].generated_length == len(joined[number])
     finished = torch.cat([step["finished_request_ids"] for step in steps]).tolist()
     assert sorted(finished) == [10, 11, 12]
     assert set(steps[0]) == {
@@ -246,10 +239,8 @@ def test_only_trailing_eods_are_removed_and_bos_is_not_doubled(kind):
 
 
 def test_hugging_face_and_megatron_tokenizers_agree(hf):
-    tokenize, detokenize = (
-        TextGenerationController.tokenize_prompt,
-        TextGenerationController.detokenize,
-    )
+    tokenize = TextGenerationController.tokenize_prompt
+    detokenize = TextGenerationController.detokenize
     ids = tokenize(hf, "the fox", add_BOS=True)
     assert ids == tokenize(MegatronTokenizer(), "the fox", add_BOS=True) and ids[0] == 1
     assert detokenize(hf, [*ids, EOD]) == "the fox"
@@ -293,10 +284,9 @@ def test_padding_uses_eod_and_eod_in_prompt_does_not_finish_request(controller):
     ends = SamplingParams(top_k=1, num_tokens_to_generate=4)
     with_eod = [5, EOD, 9, EOD]
     free, ended = run_static(controller, greedy, ends, prompts=[with_eod, with_eod])
-    assert ended.generated_length >= 1
-    assert (
-        ended.generated_tokens.tolist() == free.generated_tokens.tolist()[: ended.generated_length]
-    )
+    length = ended.generated_length
+    assert length >= 1
+    assert ended.generated_tokens.tolist() == free.generated_tokens.tolist()[:length]
 
     done, lengths = controller.update_generation_status(
         torch.tensor([[5, 2, 8], [7, 2, 2], [7, 9, 2]]),
@@ -318,9 +308,8 @@ def test_zero_new_tokens_return_prompt_log_probs_of_ragged_prompts(controller, m
             scores = model(input_ids=ids).logits[0].log_softmax(-1)
         expected = scores[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
         assert len(request.prompt_log_probs) == ids.shape[1] - 1
-        torch.testing.assert_close(
-            torch.tensor(request.prompt_log_probs), expected, atol=1e-4, rtol=1e-4
-        )
+        found = torch.tensor(request.prompt_log_probs)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         assert len(request.prompt_top_n_logprobs) == ids.shape[1] - 1
         assert request.generated_log_probs == [] and request.generated_text == ""
         assert request.generated_length == 0 and request.status is Status.COMPLETED
@@ -353,12 +342,8 @@ def test_top_k_and_top_p_work_together(controller):
     # The original asserts that one of them is off, so its server's default top_p rejected every top_k.
     logits = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1]])).repeat(300, 1)
     torch.manual_seed(0)
-    for top_k, top_p, kept in (
-        (3, 0.4, {0}),
-        (3, 0.7, {0, 1}),
-        (2, 1.0, {0, 1}),
-        (0, 0.0, {0, 1, 2, 3}),
-    ):
+    cases = ((3, 0.4, {0}), (3, 0.7, {0, 1}), (2, 1.0, {0, 1}), (0, 0.0, {0, 1, 2, 3}))
+    for top_k, top_p, kept in cases:
         drawn = controller._torch_sampling_func(logits, 1.0, top_k, top_p)
         assert set(drawn.tolist()) == kept
 
@@ -413,9 +398,8 @@ def test_top_n_logprobs_keep_likeliest_of_ids_with_same_text(controller, hf):
     found = {}
     params = SamplingParams(top_k=1, top_n_logprobs=2)
     controller.sample_from_logits(logits, params, top_n_logprobs_dict=found)
-    assert found == {
-        0: [{"\ufffd": pytest.approx(logits.log_softmax(-1)[0, same[0]].item(), abs=1e-5)}]
-    }
+    likeliest = logits.log_softmax(-1)[0, same[0]].item()
+    assert found == {0: [{"\ufffd": pytest.approx(likeliest, abs=1e-5)}]}
 
 
 def test_sample_from_logits_loop_draws_same_tokens_as_engine(controller, model):
@@ -451,27 +435,23 @@ def test_num_tokens_above_limit_is_clamped_with_warning(controller, llm):
 
 def ascii_stop(text, at=3):
     """Return two adjacent ASCII letters or digits of a text, to use as a stop word."""
-    found = [
-        i
-        for i in range(at, len(text) - 1)
-        if text[i : i + 2].isascii() and text[i : i + 2].isalnum()
-    ]
-    assert found, text
-    return text[found[0] : found[0] + 2]
+    pairs = (text[i : i + 2] for i in range(at, len(text) - 1))
+    return next(pair for pair in pairs if pair.isascii() and pair.isalnum())
+
+
+def free_params(**fields):
+    return SamplingParams(num_tokens_to_generate=40, no_early_termination=True, **fields)
 
 
 def free_run(controller, **fields):
-    params = SamplingParams(num_tokens_to_generate=40, no_early_termination=True, **fields)
-    return run_static(controller, params)[0]
+    return run_static(controller, free_params(**fields))[0]
 
 
 def test_stop_word_is_cut_from_text_but_not_from_tokens_and_log_probs(controller):
     fields = dict(seed=4, return_log_probs=True, top_n_logprobs=3)
     free = free_run(controller, **fields)
     stop = ascii_stop(free.generated_text)
-    params = SamplingParams(
-        num_tokens_to_generate=40, stop_words=[stop], no_early_termination=True, **fields
-    )
+    params = free_params(stop_words=[stop], **fields)
     (request,) = run_static(controller, params)
     length = request.generated_length
     assert request.generated_text == free.generated_text[: free.generated_text.index(stop)]
@@ -489,10 +469,8 @@ def test_routing_is_recorded_per_step_and_request_across_preemptions(draft):
     moe = make_toy("qwen3_moe", vocab_size=VOCAB)
     moe.config.moe_enable_routing_replay = True
     prompts = [([7, 8, 9] * 7)[:20], *(random_ids(20, i, high=VOCAB) for i in range(4))]
-    params = [
-        SamplingParams(num_tokens_to_generate=40, termination_id=-1, seed=i, top_k=int(i == 0))
-        for i in range(5)
-    ]
+    fields = dict(num_tokens_to_generate=40, termination_id=-1)
+    params = [SamplingParams(seed=i, top_k=int(i == 0), **fields) for i in range(5)]
     with LLM(moe, kv_memory="4MB") as roomy:
         text_controller = TextGenerationController(roomy)
         whole = run_static(text_controller, *params, prompts=prompts)
@@ -503,14 +481,8 @@ def test_routing_is_recorded_per_step_and_request_across_preemptions(draft):
             (plain,) = roomy.generate([ids], record)
             assert request.routing_indices.equal(plain.outputs[0].routing)
             assert request.routing_indices.shape == (59, 3, 2)
-    with LLM(
-        moe,
-        kv_memory=size,
-        block_size=8,
-        prefix_cache=False,
-        draft=draft,
-        num_draft_tokens=draft and 3,
-    ) as tight:
+    options = dict(kv_memory=size, block_size=8, prefix_cache=False)
+    with LLM(moe, draft=draft, num_draft_tokens=draft and 3, **options) as tight:
         text_controller = TextGenerationController(tight)
         requests = requests_of(*params, prompts=prompts, kind=DynamicInferenceRequest)
         text_controller.set_stop_word_finished_ids_callback(
@@ -728,59 +700,44 @@ def test_params_survive_serialization():
 
 
 def test_unsupported_and_invalid_requests_are_rejected(controller):
-    add = controller.inference_context.add_request
-    with pytest.raises(NotSupported, match="encoder_prompt"):
-        add(InferenceRequest(request_id=1, prompt_tokens=[5], encoder_prompt="x"))
-    with pytest.raises(NotSupported, match="prefill_chunk_length"):
-        add(InferenceRequest(request_id=1, prompt_tokens=[5]), prefill_chunk_length=4)
-    with pytest.raises(InvalidRequest, match="neither"):
-        add(InferenceRequest(request_id=1))
-    with pytest.raises(InvalidRequest, match="must be Megatron's"):
-        add(InferenceRequest(request_id=1, prompt_tokens=[5], sampling_params=HouseParams()))
-    params = SamplingParams(return_segments=True, detokenize_generations=False)
-    with pytest.raises(InvalidRequest, match="return_segments"):
-        add(InferenceRequest(request_id=1, prompt_tokens=[5], sampling_params=params))
-    assert not controller.inference_context.has_unfinished_requests()
-    add(InferenceRequest(request_id=1, prompt_tokens=[5]))
+    def request(**fields):
+        return InferenceRequest(**{"request_id": 1, "prompt_tokens": [5]} | fields)
+
+    add_request = controller.inference_context.add_request
+    run, sample = controller.generate_all_output_tokens_static_batch, controller.sample_from_logits
+    logits, stream = torch.zeros(1, 4), AsyncStream(1, lambda: None)
+    segments = SamplingParams(return_segments=True, detokenize_generations=False)
+    for message, call in {
+        "encoder_prompt": lambda: add_request(request(encoder_prompt="x")),
+        "prefill_chunk_length": lambda: add_request(request(), prefill_chunk_length=4),
+        "neither": lambda: add_request(InferenceRequest(request_id=1)),
+        "must be Megatron's": lambda: add_request(request(sampling_params=HouseParams())),
+        "return_segments": lambda: add_request(request(sampling_params=segments)),
+        "request_id='x'": lambda: add_request(request(request_id="x")),
+        "request_id=": lambda: add_request(request(request_id=2**70)),
+        "prompt_tokens=5": lambda: add_request(request(prompt_tokens=5)),
+        "sampling_params=tensor": lambda: add_request(request(sampling_params=torch.ones(2))),
+        "active_requests is NoneType": lambda: run(None),
+        "'a': must be an InferenceRequest": lambda: run({1: "a"}),
+        "active_streams is list": lambda: run({1: request()}, [3]),
+        "active_requests is list": lambda: run([], {1: stream}),
+        "vocab_size='x'": lambda: sample(logits, vocab_size="x"),
+        "sampling_params='x'": lambda: sample(logits, sampling_params="x"),
+        "speed": lambda: sample(logits, speed=3),
+        "must be an LLM": lambda: TextGenerationController(object(), None),
+        "tokenizer='gpt2': must be Hugging": lambda: setattr(controller, "tokenizer", "gpt2"),
+    }.items():
+        unsupported = message in ("encoder_prompt", "prefill_chunk_length", "speed")
+        with pytest.raises(NotSupported if unsupported else InvalidRequest, match=message):
+            call()
+    assert stream.finished and not controller.inference_context.has_unfinished_requests()
+    add_request(request())
     with pytest.raises(InvalidRequest, match="in use"):
-        add(InferenceRequest(request_id=1, prompt_tokens=[5]))
+        add_request(request())
     controller.inference_context.reset()
     assert controller.generate_output_tokens_dynamic_batch() is None
     with pytest.warns(DeprecationWarning, match="sampling_params"):
         InferenceRequest(request_id=1, inference_parameters=SamplingParams())
-    with pytest.raises(InvalidRequest, match="must be an LLM"):
-        TextGenerationController(object(), None)
-    with pytest.raises(InvalidRequest, match="tokenizer='gpt2': must be Hugging"):
-        controller.tokenizer = "gpt2"
-    ones = torch.ones(2)
-    for wrong, name in (
-        (dict(request_id="x"), "request_id='x'"),
-        (dict(request_id=2**70), "request_id="),
-        (dict(prompt_tokens=5), "prompt_tokens=5"),
-        (dict(sampling_params=ones), "sampling_params=tensor"),
-    ):
-        with pytest.raises(InvalidRequest, match=name):
-            add(InferenceRequest(**{"request_id": 1, "prompt": "a", **wrong}))
-    run = controller.generate_all_output_tokens_static_batch
-    for arguments, name in (
-        ((None,), "active_requests is NoneType"),
-        (({1: "a"},), "'a': must be an InferenceRequest"),
-        (({1: InferenceRequest(request_id=1, prompt="a")}, [3]), "active_streams is list"),
-    ):
-        with pytest.raises(InvalidRequest, match=name):
-            run(*arguments)
-    stream = AsyncStream(1, lambda: None)
-    with pytest.raises(InvalidRequest, match="active_requests is list"):
-        run([], {1: stream})
-    assert stream.finished
-    for wrong, name in (
-        (dict(vocab_size="x"), "vocab_size='x'"),
-        (dict(sampling_params="x"), "sampling_params='x'"),
-    ):
-        with pytest.raises(InvalidRequest, match=name):
-            controller.sample_from_logits(torch.zeros(1, 4), **wrong)
-    with pytest.raises(NotSupported, match="speed"):
-        controller.sample_from_logits(torch.zeros(1, 4), speed=3)
 
 
 # ---- kinds of models and tokenizers
@@ -788,16 +745,12 @@ def test_unsupported_and_invalid_requests_are_rejected(controller):
 
 @pytest.mark.parametrize("kind", ["wrapper", "megatron tokenizer"])
 def test_wrapper_and_megatron_tokenizer_generate_same_results(kind, model, llm, hf):
-    params = SamplingParams(
-        num_tokens_to_generate=40, seed=4, stop_words=None, no_early_termination=True
-    )
-    (free,) = run_static(TextGenerationController(llm, hf), params)
+    free, params = free_run(TextGenerationController(llm, hf), seed=4), free_params(seed=4)
     params.stop_words = [ascii_stop(free.generated_text)]
     params.return_segments = True
     (expected,) = run_static(TextGenerationController(llm, hf), params)
-    wrapper = SimpleNamespace(
-        model=model, inference_context=SimpleNamespace(max_sequence_length=50)
-    )
+    context = SimpleNamespace(max_sequence_length=50)
+    wrapper = SimpleNamespace(model=model, inference_context=context)
     given = wrapper if kind == "wrapper" else model
     tokenizer = MegatronTokenizer() if kind == "megatron tokenizer" else hf
     text_controller = TextGenerationController(given, tokenizer)
@@ -827,14 +780,11 @@ class StepWrapper:
         vars(self).update(more)
 
     def run_one_forward_step(self, inputs):
-        tokens, positions, mask = (
-            inputs[name] for name in ("tokens", "position_ids", "attention_mask")
-        )
+        names = ("tokens", "position_ids", "attention_mask")
+        tokens, positions, mask = (inputs[name] for name in names)
         length = tokens.shape[1]
         assert positions.tolist() == [list(range(length))] and self.inference_context.is_own
-        assert mask[0, 0].tolist() == [
-            [key > row for key in range(length)] for row in range(length)
-        ]
+        assert mask[0, 0].equal(torch.ones(length, length).triu(1).bool())
         self.lengths.append(length)
         return self._run(tokens, position_ids=positions).logits
 
@@ -921,9 +871,8 @@ def test_skip_bookkeeping_returns_step_without_committing_it(controller, llm):
     requests = add(controller, requests_of(*mixed(), kind=DynamicInferenceRequest))
 
     def peek():
-        return asyncio.run(
-            controller.async_generate_output_tokens_dynamic_batch(skip_bookkeeping=True)
-        )
+        step = controller.async_generate_output_tokens_dynamic_batch
+        return asyncio.run(step(skip_bookkeeping=True))
 
     joined = {number: [] for number in requests}
     while (seen := peek()) is not None:
@@ -1018,10 +967,8 @@ def test_failed_forward_fails_all_requests_of_batch(controller, llm, monkeypatch
 def test_requests_may_be_added_during_steps(controller):
     context, total = controller.inference_context, 600
     params = SamplingParams(num_tokens_to_generate=2, top_k=1, no_early_termination=True)
-    requests = {
-        i: DynamicInferenceRequest(request_id=i, prompt_tokens=[5, 6], sampling_params=params)
-        for i in range(total)
-    }
+    kind = partial(DynamicInferenceRequest, prompt_tokens=[5, 6], sampling_params=params)
+    requests = {i: kind(request_id=i) for i in range(total)}
     finished, joined = [], defaultdict(list)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,19 +14,13 @@ import torch
 import verbatim.compat
 from support.apis import APIS
 from support.kempner_toys import as_llama, kempner_toy
+from support.programs import run_program
 from support.toys import make_toy, random_ids
 from verbatim import LLM, InvalidRequest
 from verbatim.compat import coati, flexllmgen, petals
 
-MODEL_CALLS = {
-    "forward",
-    "run_one_forward_step",
-    "multinomial",
-    "softmax",
-    "log_softmax",
-    "argmax",
-    "topk",
-}
+MODEL_CALLS = {"forward", "run_one_forward_step", "multinomial", "softmax", "argmax", "topk"}
+MODEL_CALLS |= {"log_softmax"}
 MODEL_NAMES = {"model", "module", "actor"}
 STEPS = {"step", "run", "sample", "sample_rows", "draw_rows", "generate", "dummy_forward", "peek"}
 LENGTHS = ("max", "num_tokens", "new_tokens", "length")
@@ -52,9 +44,8 @@ def sins(source):
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             start = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            if any(
-                f"{start}{alias.name}".startswith("torch.nn.functional") for alias in node.names
-            ):
+            names = [f"{start}{alias.name}" for alias in node.names]
+            if any(name.startswith("torch.nn.functional") for name in names):
                 found.append("functional")
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
@@ -148,11 +139,8 @@ def test_original_import_paths_export_original_names(line):
         value = getattr(module, name)
         assert value is getattr(adapter, name)
         assert not isinstance(value, type) or pickle.loads(pickle.dumps(value)) is value
-    child, parent = (
-        path.rpartition(".")[2],
-        importlib.import_module(module.__name__.rpartition(".")[0]),
-    )
-    assert getattr(parent, child) is module
+    parent, _, child = module.__name__.rpartition(".")
+    assert getattr(importlib.import_module(parent), child) is module
 
 
 @pytest.mark.slow
@@ -163,13 +151,8 @@ def test_original_path_imports_in_fresh_process_and_unknown_path_raises():
         "import verbatim.compat.kempnerforge.model.generate as module\n"
         "print(generate.__module__, module.sample.__module__)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == [
-        "verbatim.compat.coati.generation",
-        "verbatim.compat.kempnerforge.generation",
-    ]
+    homes = [f"verbatim.compat.{api}.generation" for api in ("coati", "kempnerforge")]
+    assert run_program("-c", program).split() == homes
     for path in ("coati.models.loss", "coati.model", "petals.cli", "flexllmgen.flex"):
         with pytest.raises(ModuleNotFoundError, match=path):
             importlib.import_module(f"verbatim.compat.{path}")
@@ -271,12 +254,8 @@ def test_leading_pads_are_masked_unless_attention_mask_includes_them(api, name):
 
     inner = alone(5, 0, 6, 8)
     assert len({str(new) for new in (alone(7, 9), alone(0, 7, 9), alone(0, 0, 7, 9))}) == 3
-    for given, seen in (
-        (None, (7, 9)),
-        ([0, 0, 1, 1], (7, 9)),
-        ([0, 1, 1, 1], (0, 7, 9)),
-        ([1, 1, 1, 1], (0, 0, 7, 9)),
-    ):
+    masks = [None, [0, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]]
+    for given, seen in zip(masks, [(7, 9), (7, 9), (0, 7, 9), (0, 0, 7, 9)], strict=True):
         for dtype in (torch.int64, torch.bool, torch.float32):
             mask = None if given is None else torch.tensor([given, [1] * 4], dtype=dtype)
             out = api(model, ids, mask)

@@ -796,10 +796,8 @@ def test_hidden_states_through_session_match_whole_model(name: str) -> None:
     module = make_toy(name)
     model = DistributedModelForCausalLM(module)
     body, seen = model.transformer, []
-    hook = body.h[0].register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]),
-        with_kwargs=True,
-    )
+    keep = lambda _, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"])
+    hook = body.h[0].register_forward_pre_hook(keep, with_kwargs=True)
     with torch.no_grad():
         expected = module(ROWS).logits
         hook.remove()
@@ -879,13 +877,9 @@ def test_module_attributes_raise_if_model_is_not_whole(monkeypatch: pytest.Monke
     model = DistributedModelForCausalLM(make_toy("llama"))
     monkeypatch.setattr(RemoteGenerationMixin, "_whole_module", lambda self: None)
     for call in (
-        lambda: model(ROWS),
-        lambda: model.forward(ROWS),
-        lambda: model.transformer.h,
-        lambda: model.lm_head,
-        lambda: model.dtype,
-        lambda: model.parameters(),
-    ):
+        lambda: model(ROWS), lambda: model.forward(ROWS), lambda: model.transformer.h,
+        lambda: model.lm_head, lambda: model.dtype, lambda: model.parameters(),
+    ):  # fmt: skip
         with pytest.raises(NotSupported, match=r"not whole in this process.*llm\.score"):
             call()
     assert not hasattr(model, "lm_head")

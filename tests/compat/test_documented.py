@@ -104,9 +104,7 @@ def table(api):
 def test_names_documented_as_working_exist_with_their_arguments(api):
     adapter = importlib.import_module(f"verbatim.compat.{api}")
     for names, status in table(api):
-        assert status.split(":")[0].split(";")[0].split()[0] in ("works", "refused", "absent"), (
-            status
-        )
+        assert re.match(r"(works|refused|absent)\b", status), status
         for name in names if status.startswith("works") else ():
             dotted, _, argument = name.rstrip("=)").partition("(")
             if dotted.startswith("python -m") or "/" in dotted:
@@ -120,14 +118,9 @@ def test_names_documented_as_working_exist_with_their_arguments(api):
 
 
 def test_every_documented_rejection_is_covered():
-    listed = [
-        name
-        for api in APIS
-        for names, status in table(api)
-        for name in names
-        if status.startswith("refused") and not name.startswith("padding_side")
-    ]
-    assert sorted(listed) == sorted(REFUSED)
+    rows = [row for api in APIS for row in table(api)]
+    listed = [name for names, status in rows if status.startswith("refused") for name in names]
+    assert sorted(n for n in listed if not n.startswith("padding_side")) == sorted(REFUSED)
 
 
 @pytest.mark.parametrize("name", REFUSED)

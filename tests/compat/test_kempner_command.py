@@ -22,8 +22,9 @@ from support import kempner_reference, toy_tokenizers
 from support.programs import started, state_of, until
 from verbatim import LLM, SamplingParams
 from verbatim.cli.terminal import WrongUsage
+from verbatim.compat.kempnerforge import command
 from verbatim.compat.kempnerforge.command import main, parse
-from verbatim.errors import InvalidRequest
+from verbatim.errors import EngineClosed, InvalidRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 MODULE = "verbatim.compat.kempnerforge"
@@ -46,10 +47,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(path / "ck/step_2", kempner_reference.make(**size))
     (path / "ck/latest").symlink_to("step_2")
     # Models that always generate the same token: their last norm has only a bias.
-    for name, favourite in (
-        ("says_eos", tokenizer.eos_token_id),
-        ("says_bos", tokenizer.bos_token_id),
-    ):
+    favourites = {"says_eos": tokenizer.eos_token_id, "says_bos": tokenizer.bos_token_id}
+    for name, favourite in favourites.items():
         module = kempner_reference.make(norm_type="layernorm", **size)
         with torch.no_grad():
             module.norm.weight.zero_()
@@ -104,22 +103,15 @@ def test_output_format_matches_generate_py(run: Any, run_dir: Path) -> None:
 
 
 def test_flags_and_overrides_are_accepted_in_any_order_and_form(run: Any) -> None:
-    parts = [
-        ["x.toml"],
-        ["--prompt", PROMPT],
-        ["--checkpoint.load_path", "ck/latest"],
-        ["--data.tokenizer_path=tok"],
-        ["--max_tokens=5", "--seed", "3"],
-    ]
+    parts = [["x.toml"], ["--prompt", PROMPT], ["--checkpoint.load_path", "ck/latest"]]
+    parts += [["--data.tokenizer_path=tok"], ["--max_tokens=5", "--seed", "3"]]
     parsed = set()
     for order in itertools.permutations(parts):
         flags, overrides = parse(list(itertools.chain(*order)))
         parsed.add((str(sorted(vars(flags).items())), str(sorted(overrides.items()))))
     assert len(parsed) == 1
-    outs = {
-        run(" ".join(shlex.join(part) for part in order)).out
-        for order in (parts, parts[::-1], parts[2:] + parts[:2])
-    }
+    orders = (parts, parts[::-1], parts[2:] + parts[:2])
+    outs = {run(shlex.join(itertools.chain(*order))).out for order in orders}
     assert len(outs) == 1
     assert "--- Generated (5 tokens) ---" in outs.pop()
 
@@ -225,9 +217,8 @@ def test_boolean_override_without_value_does_not_consume_config_path() -> None:
 
 
 def test_non_boolean_override_consumes_next_argument() -> None:
-    flags, overrides = parse(
-        "--model.norm_type my.toml --data.tokenizer_path y.toml x.toml".split()
-    )
+    line = "--model.norm_type my.toml --data.tokenizer_path y.toml x.toml"
+    flags, overrides = parse(line.split())
     assert flags.config == "x.toml"
     assert overrides == {"model": {"norm_type": "my.toml"}, "data": {"tokenizer_path": "y.toml"}}
 
@@ -250,7 +241,7 @@ def test_folder_without_checkpoint_is_one_error_line_and_status_1(run: Any) -> N
     [
         (
             "x.toml --data.tokenizer_path=tok --checkpoint.load_path=ck",
-            "give --prompt or --interactive",
+            "give --prompt or --interact",
         ),
         ("x.toml --prompt a --checkpoint.load_path=ck", "give --data.tokenizer_path"),
         ("x.toml --prompt a --data.tokenizer_path=tok", "give --checkpoint.load_path"),
@@ -313,19 +304,10 @@ def test_too_long_prompt_exits_with_status_1_and_names_limit(run: Any) -> None:
 
 def interactive(run_dir: Path) -> AbstractContextManager[subprocess.Popen[str]]:
     options = [*shlex.split(ASK.replace('--prompt "the quick"', "")), "--interactive"]
-    return started(
-        [sys.executable, "-m", MODULE, "x.toml", *options],
-        cwd=run_dir,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(Path(verbatim.__file__).parents[1]),
-            "OMP_WAIT_POLICY": "passive",
-        },
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    line = [sys.executable, "-m", MODULE, "x.toml", *options]
+    env = os.environ | {"PYTHONPATH": str(Path(verbatim.__file__).parents[1])}
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return started(line, cwd=run_dir, env=env, text=True, **pipes)
 
 
 @pytest.mark.slow
@@ -362,29 +344,17 @@ def test_help_imports_neither_torch_nor_transformers(run_dir: Path) -> None:
         "try: main(['--help'])\nexcept SystemExit as end: assert not end.code\n"
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--interactive" in done.stdout
 
 
-def test_interactive_mode_stops_when_engine_is_closed(monkeypatch: Any) -> None:
-    from verbatim.compat.kempnerforge import command
-    from verbatim.errors import EngineClosed
-
+def test_interactive_mode_ends_on_closed_engine_and_rejects_non_utf8_stdin(monkeypatch) -> None:
     def answer(*_: Any) -> None:
         raise EngineClosed("closed")
 
-    monkeypatch.setattr("builtins.input", lambda _: "hello")
     monkeypatch.setattr(command, "_answer", answer)
-    with pytest.raises(EngineClosed):
-        command._converse(None, SamplingParams())  # type: ignore[arg-type]
-
-
-def test_non_utf8_stdin_raises_invalid_request(monkeypatch: Any) -> None:
-    from verbatim.compat.kempnerforge import command
-
-    monkeypatch.setattr("builtins.input", lambda _: b"\xff".decode())
-    with pytest.raises(InvalidRequest, match="not UTF-8"):
-        command._converse(None, SamplingParams())  # type: ignore[arg-type]
+    for line, error, said in (b"a", EngineClosed, "closed"), (b"\xff", InvalidRequest, "not UTF-8"):
+        monkeypatch.setattr("builtins.input", lambda _, line=line: line.decode())
+        with pytest.raises(error, match=said):
+            command._converse(None, SamplingParams())  # type: ignore[arg-type]
