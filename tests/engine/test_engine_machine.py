@@ -8,7 +8,5 @@ from support.engine_machine import EngineMachine
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
-    max_examples=40,
-    stateful_step_count=25,
-    suppress_health_check=list(HealthCheck),
+    max_examples=40, stateful_step_count=25, suppress_health_check=list(HealthCheck)
 )

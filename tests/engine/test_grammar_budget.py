@@ -158,13 +158,9 @@ def test_request_finishes_while_mask_of_another_is_computed(llm: LLM, slow: Slow
 def test_slow_masks_do_not_change_samples_or_beams(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    all_params = [
-        SamplingParams(grammar=WORDS, seed=1, n=3, max_tokens=20, ignore_eos=ignore_eos)
-        for ignore_eos in (False, True)
-    ]
-    all_params += [
-        SamplingParams(choice=["a cat", "a dog"], seed=2, ignore_eos=True, max_tokens=30)
-    ]
+    words = SamplingParams(grammar=WORDS, seed=1, n=3, max_tokens=20)
+    animals = SamplingParams(choice=["a cat", "a dog"], seed=2, ignore_eos=True, max_tokens=30)
+    all_params = [words, words.replace(ignore_eos=True), animals]
     all_params += [each.replace(num_beams=3, n=1) for each in all_params]
     expected = [outcome(request) for request in run(llm, *all_params)]
     monkeypatch.setattr(grammar, "SLOW_S", 1e-9)

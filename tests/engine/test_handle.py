@@ -178,9 +178,8 @@ def test_leaving_async_stream_early_aborts_it(llm: LLM) -> None:
 
 def test_sync_calls_run_steps_in_their_thread_after_coroutines_end(llm: LLM) -> None:
     seen: set[str] = set()
-    llm.engine.runner.module.register_forward_hook(
-        lambda *_: seen.add(threading.current_thread().name)
-    )
+    note = lambda *_: seen.add(threading.current_thread().name)
+    llm.engine.runner.module.register_forward_hook(note)
     asyncio.run(llm.agenerate(PROMPT, SHORT))
     assert seen == {"verbatim-engine"} and len(engine_threads()) == 1
     seen.clear()
@@ -919,10 +918,8 @@ class Stress:
     def run(self, num_threads: int, num_coroutines: int) -> None:
         """Run all callers, and check that no call or request is left over."""
         callers = [in_thread(self.keep_calling, s) for s in range(num_threads)]
-        callers += [
-            in_thread(lambda: asyncio.run(self.keep_awaiting(num_coroutines // 2)))
-            for _ in range(2)
-        ]
+        awaiting = lambda: asyncio.run(self.keep_awaiting(num_coroutines // 2))
+        callers += [in_thread(awaiting) for _ in range(2)]
         pausers = [in_thread(self.keep_pausing, s) for s in range(2)]
         self.keep_interrupting()
         for pauser in pausers:
@@ -986,8 +983,15 @@ def test_concurrent_stress_on_a_model_keeps_results_and_leaks_nothing() -> None:
         check_pool(llm.engine.scheduler.pool)
 
 
-def test_other_calls_get_a_turn_between_steps() -> None:
+@pytest.fixture
+def handle() -> Iterator[EngineHandle]:
     handle = make_handle()
+    yield handle
+    handle.close()
+    assert engine_threads() == []
+
+
+def test_other_calls_get_a_turn_between_steps(handle: EngineHandle) -> None:
     endless = [make_request(handle, None), make_request(handle, None)]
     caller = in_thread(handle.run, [endless[0]])
     coroutine = in_thread(lambda: asyncio.run(handle.arun([endless[1]])))
@@ -998,12 +1002,10 @@ def test_other_calls_get_a_turn_between_steps() -> None:
         handle.abort(request)
     caller.result()
     coroutine.result()
-    handle.close()
 
 
 @pytest.mark.parametrize("driven", [False, True])
-def test_repeated_calls_do_not_starve_steps(driven: bool) -> None:
-    handle = make_handle()
+def test_repeated_calls_do_not_starve_steps(handle: EngineHandle, driven: bool) -> None:
     stop = threading.Event()
 
     def keep_calling() -> None:
@@ -1021,11 +1023,9 @@ def test_repeated_calls_do_not_starve_steps(driven: bool) -> None:
         stop.set()
     for caller in callers:
         caller.result()
-    handle.close()
 
 
-def test_call_from_signal_handler_does_not_deadlock_with_its_thread() -> None:
-    handle = make_handle()
+def test_call_from_signal_handler_does_not_deadlock_with_its_thread(handle: EngineHandle) -> None:
     all_stats: list[dict[str, Any]] = []
     twice = lambda *_: all_stats.extend(handle.stats() for _ in "ab")
     handler = signal.signal(signal.SIGALRM, twice)
@@ -1036,11 +1036,9 @@ def test_call_from_signal_handler_does_not_deadlock_with_its_thread() -> None:
     finally:
         signal.signal(signal.SIGALRM, handler)
     assert [found["paused"] for found in all_stats] == [True, True]
-    handle.close()
 
 
-def test_exception_while_acquiring_engine_leaves_it_usable() -> None:
-    handle = make_handle()
+def test_exception_while_acquiring_engine_leaves_it_usable(handle: EngineHandle) -> None:
     owner = handle._owner
 
     class Interrupted:
@@ -1056,7 +1054,6 @@ def test_exception_while_acquiring_engine_leaves_it_usable() -> None:
     with pytest.raises(TimeoutError):
         handle.stats()
     assert handle.run([make_request(handle)])[0].outputs[0].finish_reason is FinishReason.LENGTH
-    handle.close()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
@@ -1075,9 +1072,8 @@ def test_engine_ignores_torch_default_device(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # about forking with threads
 @pytest.mark.parametrize("busy", [False, True])
-def test_forked_child_raises_and_names_spawn(busy: bool) -> None:
+def test_forked_child_raises_and_names_spawn(handle: EngineHandle, busy: bool) -> None:
     """In the child, OpenMP would wait forever for threads that only the parent has."""
-    handle = make_handle()
     asyncio.run(handle.arun([make_request(handle)]))
     endless = make_request(handle, None)
     caller = in_thread(handle.run, [endless]) if busy else None
@@ -1104,7 +1100,6 @@ def test_forked_child_raises_and_names_spawn(busy: bool) -> None:
     handle.abort(endless)
     if caller is not None:
         caller.result()
-    handle.close()
 
 
 def test_exception_at_any_line_of_acquiring_engine_leaves_no_owner() -> None:

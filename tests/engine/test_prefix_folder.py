@@ -127,14 +127,11 @@ def test_damaged_file_is_a_miss_and_is_rewritten(how: str, open_: Opens, tmp_pat
 def test_other_settings_or_salt_are_a_miss(open_: Opens) -> None:
     with open_() as llm:
         result(llm)
-    for options in (
-        dict(block_size=4),
-        dict(dtype="bfloat16"),
-        dict(kv_dtype="int8"),
-        dict(quantization="int8"),
-        dict(name="qwen2"),
-    ):
-        with open_(**options) as llm:  # type: ignore[arg-type]
+    others = dict(
+        block_size=4, dtype="bfloat16", kv_dtype="int8", quantization="int8", name="qwen2"
+    )
+    for option, value in others.items():
+        with open_(**{option: value}) as llm:
             assert result(llm)[1] == 0
     with open_() as llm:
         salted = GREEDY.replace(cache_salt="another tenant")
@@ -225,10 +222,7 @@ def test_budget_is_kept_and_first_blocks_stay_longest(open_: Opens, tmp_path: Pa
 
 
 def test_full_disk_ends_writing_with_one_warning(
-    open_: Opens,
-    tmp_path: Path,
-    monkeypatch: Patch,
-    caplog: pytest.LogCaptureFixture,
+    open_: Opens, tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(data: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

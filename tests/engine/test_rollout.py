@@ -157,8 +157,7 @@ class TestNoise:
         assert not torch.equal(a.seeds, c.seeds)
         assert a.responses.tolist() != c.responses.tolist()
 
-    def test_without_seed_torch_rng_seeds_each_rollout(self) -> None:
-        module = make("llama")
+    def test_without_seed_torch_rng_seeds_each_rollout(self, module) -> None:
         torch.manual_seed(5)
         first = [rl.rollout(module, PROMPTS, PARAMS).seeds for _ in range(2)]
         torch.manual_seed(5)
@@ -246,8 +245,7 @@ class TestParts:
 
 
 class TestPrompts:
-    def test_padded_tensor_is_accepted_with_its_mask(self) -> None:
-        module = make("llama")
+    def test_padded_tensor_is_accepted_with_its_mask(self, module) -> None:
         ids = torch.full((3, 9), 77)
         mask = torch.zeros(3, 9, dtype=torch.int64)
         for b, prompt in enumerate(PROMPTS):
@@ -257,24 +255,17 @@ class TestPrompts:
         b = rl.rollout(module, PROMPTS, PARAMS, group_size=2, seed=3)
         assert torch.equal(a.sequences, b.sequences)
 
-    def test_single_prompt_is_a_batch_of_one(self) -> None:
-        assert rl.rollout(make("llama"), PROMPTS[0], PARAMS).sequences.shape[:2] == (1, 1)
+    def test_single_prompt_is_a_batch_of_one(self, module) -> None:
+        assert rl.rollout(module, PROMPTS[0], PARAMS).sequences.shape[:2] == (1, 1)
 
-    def test_rollout_without_new_tokens(self) -> None:
-        module = make("llama")
+    def test_rollout_without_new_tokens(self, module) -> None:
         found = rl.rollout(module, PROMPTS, SamplingParams(max_tokens=0), group_size=2)
         assert found.sequences.shape == (3, 2, 9)
         assert found.action_mask.shape == found.logprobs.shape == (3, 2, 0)
-        assert found.of_responses(
-            rl.score(module, found.sequences, found.attention_mask)
-        ).shape == (
-            3,
-            2,
-            0,
-        )
+        scores = rl.score(module, found.sequences, found.attention_mask)
+        assert found.of_responses(scores).shape == (3, 2, 0)
 
-    def test_pad_token_id_may_be_any_number(self) -> None:
-        module = make("llama")
+    def test_pad_token_id_may_be_any_number(self, module) -> None:
         for pad in (-100, 10**9, 2):
             found = rl.rollout(module, PROMPTS, PARAMS, pad_token_id=pad, seed=1)
             live = rl.logprobs(module, found.sequences, found.attention_mask)
@@ -315,8 +306,7 @@ def test_invalid_arguments_are_rejected_before_any_forward(message: str) -> None
 
 
 class TestScoring:
-    def test_rows_of_only_padding_score_zero(self) -> None:
-        module = make("llama")
+    def test_rows_of_only_padding_score_zero(self, module) -> None:
         ids = torch.randint(3, VOCAB, (2, 3, 6))
         mask = torch.ones_like(ids)
         mask[0, 1], mask[1, 2, 2:] = 0, 0
@@ -370,8 +360,7 @@ class TestScoring:
         assert (found.of_responses(live) - found.logprobs).abs().max() < 1e-5
         live.sum().backward()
 
-    def test_temperature_divides_the_logits(self) -> None:
-        module = make("llama")
+    def test_temperature_divides_the_logits(self, module) -> None:
         ids = torch.tensor([PROMPTS[1]])
         with torch.no_grad():
             logits = module(ids).logits[0, :-1] / 0.7
@@ -390,8 +379,7 @@ class TestScoring:
             dict(sequences=torch.ones(1, 3).long(), attention_mask=torch.tensor([[1, 2, 1]])),
         ],
     )
-    def test_invalid_scoring_arguments_are_rejected(self, arguments) -> None:
-        module = make("llama")
+    def test_invalid_scoring_arguments_are_rejected(self, arguments, module) -> None:
         for function in (rl.score, rl.logprobs):
             with pytest.raises(InvalidRequest):
                 function(module, **arguments)
@@ -440,11 +428,9 @@ class TestSupport:
         assert torch.allclose(drawn[r.action_mask], r.sampled_logprobs[r.action_mask], atol=1e-4)
         for result in r.results:
             for output in result.outputs:
+                ids = torch.tensor([result.prompt_token_ids + output.token_ids])
                 with torch.no_grad():
-                    ids = torch.tensor([result.prompt_token_ids + output.token_ids])
-                    logits = (
-                        module(input_ids=ids).logits[0].float()[-len(output.token_ids) - 1 :] / 0.8
-                    )
+                    logits = module(input_ids=ids).logits[0, -len(output.token_ids) - 1 :] / 0.8
                 assert output.supports is not None
                 for row, support, token_id, logprob in zip(
                     logits, output.supports, output.token_ids, output.sampled_logprobs, strict=False
@@ -454,10 +440,8 @@ class TestSupport:
                     assert kept[support.index(token_id)].item() == pytest.approx(logprob, abs=1e-4)
 
     def test_support_changes_no_token_and_no_logprob(self, module) -> None:
-        r = rl.rollout(module, PROMPTS, self.PARAMS, group_size=3, seed=4)
-        plain = rl.rollout(
-            module, PROMPTS, self.PARAMS.replace(support=False), group_size=3, seed=4
-        )
+        params = self.PARAMS, self.PARAMS.replace(support=False)
+        r, plain = (rl.rollout(module, PROMPTS, p, group_size=3, seed=4) for p in params)
         assert plain.log_masses is None and plain.results[0].outputs[0].supports is None
         assert torch.equal(r.sequences, plain.sequences)
         assert torch.equal(r.sampled_logprobs, plain.sampled_logprobs)
@@ -476,12 +460,10 @@ class TestSupport:
             assert a.log_masses == b.log_masses == [m for p in own for m in p.log_masses or ()]
 
     def test_support_is_none_without_a_filter(self, module) -> None:
+        params = SamplingParams(max_tokens=3, support=True)
         with LLM(module) as llm:
-            output = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3, support=True))[
-                0
-            ].outputs[0]
-            greedy = SamplingParams(max_tokens=3, support=True, temperature=0)
-            certain = llm.generate([PROMPTS[0]], greedy)[0].outputs[0]
+            all_params = [params, params.replace(temperature=0)]
+            output, certain = (r.outputs[0] for r in llm.generate([PROMPTS[0]] * 2, all_params))
         assert output.supports == [None] * 3 and output.log_masses == [0.0] * 3
         assert certain.supports == [[i] for i in certain.token_ids]
         with pytest.raises(NotSupported, match="beams"):

@@ -438,14 +438,12 @@ def test_concurrent_call_is_rejected_and_abandoned_stream_is_undone() -> None:
         before = session.token_ids
         stream = session.stream([50], P8)
         next(stream)
-        for call in (
-            lambda: session.generate(None, P8),
-            lambda: session.stream(None, P8),
-            lambda: session.save("never"),
-            lambda: setattr(session, "position", 0),
-        ):
+        for call, *args in (
+            (session.generate, None, P8), (session.stream, None, P8), (session.save, "never"),
+            (setattr, session, "position", 0),
+        ):  # fmt: skip
             with pytest.raises(SessionBusy):
-                call()
+                call(*args)
         stream.close()  # type: ignore[attr-defined]
         assert session.token_ids == before
         unread = session.stream([50], P8)
@@ -536,9 +534,8 @@ def test_routing_is_recorded_over_turns() -> None:
         for inputs in ([50], None):
             result = session.generate(inputs, params)
             routing = result.outputs[0].routing
-            (plain,) = llm.generate(
-                [session.token_ids], SamplingParams(max_tokens=0, record_routing=True)
-            )
+            only = SamplingParams(max_tokens=0, record_routing=True)
+            (plain,) = llm.generate([session.token_ids], only)
             assert routing is not None and plain.outputs[0].routing is not None
             assert routing.equal(plain.outputs[0].routing[: len(routing)])
             assert len(routing) == session.position - 1
@@ -630,10 +627,8 @@ def test_saved_session_continues_in_another_engine_with_same_tokens(
     path, folder = tmp_path / "talk.session", folders("llama")
     penalized = P8.replace(frequency_penalty=0.8)
     module = toys.make_toy("llama")
-    with (
-        LLM(module, kv_memory="400KB") as llm,
-        llm.session(90, seed=7, params=penalized) as session,
-    ):
+    options = dict(seed=7, params=penalized)
+    with LLM(module, kv_memory="400KB") as llm, llm.session(90, **options) as session:
         session.generate(PROMPT)
         session.generate([50], penalized.replace(max_tokens=3))
         session.save(path)
@@ -717,11 +712,12 @@ def test_saved_kv_is_used_only_with_same_weights_and_block_size(
         session.generate(turn, P8)
         session.save(path, kv=True)
         want = output_facts(session.generate([50], P8))
+    small = {"kv_memory": "110KB", "max_length": 60}
     for options, num_rows in (
         ({}, 2),
         ({"prefix_cache": False}, 2),
         ({"block_size": 8}, 46),
-        ({"kv_memory": "110KB", "max_length": 60}, 2),
+        (small, 2),
     ):
         with open_llm(kv_dtype=kv_dtype, **options) as llm:
             with llm.session(60, load=path) as session:
@@ -884,9 +880,8 @@ class SessionMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(8, 12), prefix_cache=st.booleans(), live=st.booleans())
     def open(self, num_blocks: int, prefix_cache: bool, live: bool) -> None:
-        self.llm = LLM(
-            MODULE, kv_memory=num_blocks * 16 * 768, prefix_cache=prefix_cache, max_batch_tokens=11
-        )
+        options = dict(kv_memory=num_blocks * 16 * 768, prefix_cache=prefix_cache)
+        self.llm = LLM(MODULE, max_batch_tokens=11, **options)  # type: ignore[arg-type]
         keep_prefixes(self.llm, not live)
         self.session = self.llm.session(90, seed=7)
 
@@ -942,9 +937,8 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule(length=st.integers(1, 90), seed=st.integers(0, 3))
     def others(self, length: int, seed: int) -> None:
-        finish_despite_ctrl_c(
-            self.llm, [[3, 4, 5] * 30][:1], [P8.replace(seed=seed, max_tokens=1 + length % 9)]
-        )
+        params = P8.replace(seed=seed, max_tokens=1 + length % 9)
+        finish_despite_ctrl_c(self.llm, [[3, 4, 5] * 30], [params])
 
     @invariant()
     def adds_up(self) -> None:
@@ -961,8 +955,6 @@ class SessionMachine(RuleBasedStateMachine):
 
 MODULE = toys.make_toy("llama")
 SessionMachine.TestCase.settings = settings(
-    max_examples=12,
-    stateful_step_count=12,
-    suppress_health_check=list(HealthCheck),
+    max_examples=12, stateful_step_count=12, suppress_health_check=list(HealthCheck)
 )
 TestSessionMachine = SessionMachine.TestCase

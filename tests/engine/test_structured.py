@@ -33,10 +33,8 @@ def _check(schema: Any, result: Any) -> int:
 def test_schemas_hold_beside_unconstrained_requests(storyteller: LLM) -> None:
     free = SamplingParams(seed=3, max_tokens=40)
     expected = facts(storyteller.generate(PROMPT, free)[0])
-    params = [
-        SamplingParams(json_schema=schema, seed=i, max_tokens=150, n=2, temperature=0.7)
-        for i, schema in enumerate(BY_HAND)
-    ]
+    two = SamplingParams(max_tokens=150, n=2, temperature=0.7)
+    params = [two.replace(json_schema=schema, seed=i) for i, schema in enumerate(BY_HAND)]
     results = storyteller.generate([PROMPT] * (len(params) + 1), [*params, free])
     assert facts(results[-1]) == expected
     finished = sum(_check(s, r) for s, r in zip(BY_HAND, results[:-1], strict=True))
@@ -45,17 +43,15 @@ def test_schemas_hold_beside_unconstrained_requests(storyteller: LLM) -> None:
 
 def test_regex_choice_and_grammar_hold_for_samples_and_greedy(storyteller: LLM) -> None:
     choices = ["a cat", "a cat and a dog", 'the "red" fox', "né"]
+    regex = r"[A-Z][a-z]{2,6}( [a-z]{1,6}){2}\."
     lark = 'start: "(" start ")" | WORD\nWORD: /[a-z]{1,5}/'
     for temperature in (0.0, 1.0):
         plain = SamplingParams(temperature=temperature, seed=2, n=4, max_tokens=60)
-        all_params = [
-            plain.replace(regex=r"[A-Z][a-z]{2,6}( [a-z]{1,6}){2}\."),
-            plain.replace(choice=choices),
-            plain.replace(grammar=lark),
-        ]
+        structures: Any = (dict(regex=regex), dict(choice=choices), dict(grammar=lark))
+        all_params = [plain.replace(**structure) for structure in structures]
         matching, chosen, nested = storyteller.generate([PROMPT] * 3, all_params)
         for c in matching.outputs:
-            assert re.fullmatch(r"[A-Z][a-z]{2,6}( [a-z]{1,6}){2}\.", c.text)
+            assert re.fullmatch(regex, c.text)
         assert all(c.text in choices for c in chosen.outputs)
         for c in nested.outputs:
             if c.finish_reason is FinishReason.STOP:
@@ -85,10 +81,8 @@ def test_beams_follow_the_structure(storyteller: LLM) -> None:
 
 
 def test_structures_survive_preemptions_and_small_chunks(storyteller: LLM) -> None:
-    all_params = [
-        SamplingParams(json_schema=TREE, seed=i, n=2, max_tokens=60, temperature=0.9, logprobs=1)
-        for i in range(4)
-    ]
+    two = SamplingParams(json_schema=TREE, n=2, max_tokens=60, temperature=0.9, logprobs=1)
+    all_params = [two.replace(seed=i) for i in range(4)]
     expected = all_facts(storyteller.generate([PROMPT] * 4, all_params))
     per_token = storyteller.info()["kv_bytes_per_token"]
     with LLM(kv_memory=per_token * 160, block_size=8, max_batch_tokens=7) as llm:
