@@ -63,11 +63,9 @@ def test_model_field_selects_adapter(served: Served, llm: LLM) -> None:
     assert ids_of(served, "law") != ids_of(served, "base")
     answer = served.post("/v1/completions", model="law", prompt=IDS, max_tokens=2)
     assert answer["model"] == "law"
-    scores = [
-        served.post("/v1/logprobs", model=model, prompts=[IDS])["scores"][0]["logprobs"]
-        for model in ("base", "law")
-    ]
-    assert scores[0] == llm.score(IDS) and scores[1] == llm.score(IDS, adapter="law")
+    for model, expected in ("base", llm.score(IDS)), ("law", llm.score(IDS, adapter="law")):
+        answer = served.post("/v1/logprobs", model=model, prompts=[IDS])
+        assert answer["scores"][0]["logprobs"] == expected
     error = served.refused("/v1/completions", {"model": "other", "prompt": IDS}, 404)
     assert error["code"] == "model_not_found" and "'base', 'law'" in error["message"]
 

@@ -19,12 +19,8 @@ from verbatim.serve.settings import ServeSettings
 KEY = "a-key-of-eight"
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
 ASK: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 12, "seed": 3}
-SCHEMA = {
-    "type": "object",
-    "properties": {"v": {"type": "boolean"}},
-    "required": ["v"],
-    "additionalProperties": False,
-}
+SCHEMA = {"type": "object", "properties": {"v": {"type": "boolean"}}, "required": ["v"]}
+SCHEMA |= {"additionalProperties": False}
 TOOLS = [{"name": "f", "description": "d", "input_schema": SCHEMA}]
 CALLING: dict[str, Any] = {"tools": TOOLS, "tool_choice": {"type": "any"}, "max_tokens": 400}
 

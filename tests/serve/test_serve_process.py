@@ -15,13 +15,7 @@ from support.programs import PATIENCE_S, VERBATIM, in_thread, until
 from support.serving import running, wait_for_line
 
 pytestmark = pytest.mark.slow
-LONG = {
-    "model": "storyteller",
-    "prompt": "x",
-    "max_tokens": 1800,
-    "ignore_eos": True,
-    "stream": True,
-}
+LONG = dict(model="storyteller", prompt="x", max_tokens=1800, ignore_eos=True, stream=True)
 
 
 class Reader:

@@ -13,12 +13,9 @@ from support.pairwise import slow_but
 from support.serving import Served, talking
 from support.tool_templates import HARMONY, HERMES, THINKING
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"v": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["v"],
-    "additionalProperties": False,
-}
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
+SCHEMA = {"type": "object", "properties": {"v": NUMBER}, "required": ["v"]}
+SCHEMA |= {"additionalProperties": False}
 ASK: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hi"}], "temperature": 1.0, "top_p": 1.0, "seed": 2,
     "max_tokens": 120,
@@ -68,9 +65,8 @@ def test_structured_output_begins_after_reasoning(served, seed, effort):
         {"response_format": schema}, {"regex": "a/[bc]+d"}, {"choice": ["yes", 'n"o']},
         {"grammar": 'start: "}" | n\nn: %json {"type": "null"} // {'},
     ):  # fmt: skip
-        whole, texts = answers(
-            served, **structure, seed=seed, max_tokens=150, reasoning_effort=effort
-        )
+        body = structure | {"seed": seed, "max_tokens": 150, "reasoning_effort": effort}
+        whole, texts = answers(served, **body)
         if whole["finish_reason"] == "length":
             continue
         content = texts["content"]
@@ -102,9 +98,8 @@ def test_usage_counts_reasoning_tokens(served):
     with_usage = body | {"stream_options": {"include_usage": True}}
     assert served.stream("/v1/chat/completions", **with_usage)[-2]["usage"] == usage
     del body["messages"], body["logprobs"], body["max_tokens"], body["reasoning_effort"]
-    responses_usage = served.post(
-        "/v1/responses", **body, input="Hi", reasoning={"effort": "low"}, max_output_tokens=120
-    )["usage"]
+    body |= {"input": "Hi", "reasoning": {"effort": "low"}, "max_output_tokens": 120}
+    responses_usage = served.post("/v1/responses", **body)["usage"]
     assert responses_usage["output_tokens_details"] == {"reasoning_tokens": count}
     plain = served.post("/v1/chat/completions", **ASK | {"reasoning_effort": "none"})["usage"]
     assert plain["completion_tokens_details"] == {"reasoning_tokens": 0}

@@ -157,10 +157,9 @@ def test_total_size_of_bodies_in_progress_is_limited(llm):
 
 
 def test_negative_priority_is_rejected_unless_enabled(llm, served):
-    for path, body in (
-        ("/v1/completions", SHORT | {"priority": -1}),
-        ("/v1/generate", {"prompt": "x", "params": {"priority": -1}}),
-    ):
+    low = {"priority": -1}
+    for path, more in ("/v1/completions", low), ("/v1/generate", {"params": low}):
+        body = {"prompt": "x"} | more
         refusal = served.refused(path, body)
         assert (refusal["param"], "0 or more" in refusal["message"]) == ("priority", True)
     with serving(llm, ServeSettings(negative_priorities=True)) as server:
@@ -448,10 +447,7 @@ def test_mutated_bodies_do_not_block_other_clients():
     seed = int(os.environ.get("VERBATIM_FUZZ_SEED", "1"))
     rng = random.Random(seed)
     headers = {"content-type": "application/json"}
-    with (
-        running("--kv-memory", "16MB") as (process, url),
-        Client(base_url=url) as client,
-    ):
+    with running("--kv-memory", "16MB") as (process, url), Client(base_url=url) as client:
         paths = [path for path in BODIES if path.startswith("/v1") or "token" in path]
         others = Others(url)
         with others:

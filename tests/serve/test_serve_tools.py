@@ -475,10 +475,8 @@ def test_definitions_are_repeated_only_where_they_are_referenced_and_up_to_a_lim
     text = "x" * 200_000
 
     def grammar(value):
-        schema = {
-            "properties": {f"p{i}": value for i in range(50)},
-            "$defs": {"Part": {"title": text}},
-        }
+        properties = {f"p{i}": value for i in range(50)}
+        schema = {"properties": properties, "$defs": {"Part": {"title": text}}}
         return ToolUse.resolve([tool("f", **schema)], None, None, QWEN_CODER).grammar()
 
     assert text not in grammar({"type": "integer"})

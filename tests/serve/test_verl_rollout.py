@@ -21,13 +21,7 @@ FILE = Path(__file__).parents[2] / "examples/verl_rollout.py"
 KEY = "a-key-for-verl"
 PROMPT = [5, 17, 9]
 # As sent by verl's agent loops.
-PARAMS = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": -1,
-    "repetition_penalty": 1.0,
-    "logprobs": True,
-}
+PARAMS = dict(temperature=1.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, logprobs=True)
 CONFIG = SimpleNamespace(
     response_length=12,
     prompt_length=64,
@@ -125,9 +119,7 @@ def draw(server: Any, **changes: Any) -> Any:
     return asyncio.run(server.generate(PROMPT, PARAMS | changes, "request"))
 
 
-def test_completions_and_logprobs_match_generate(
-    example: Any, replicas: Any, served: Served
-) -> None:
+def test_tokens_and_logprobs_match_generate(example: Any, replicas: Any, served: Served) -> None:
     server = server_of(replicas)
     found = draw(server, seed=3, top_k=5)
     params = SamplingParams(seed=3, top_k=5, max_tokens=12)
@@ -160,9 +152,7 @@ def test_weights_are_updated_in_parts(example: Any, replicas: Any, served: Serve
         asyncio.run(rollout.update_weights([], wire_format="delta_flush"))
 
 
-def test_requests_are_aborted_and_generation_resumes(
-    example: Any, replicas: Any, served: Served
-) -> None:
+def test_requests_are_aborted_and_generation_resumes(example: Any, served: Served) -> None:
     server = example.Server(served.url, KEY, 12, 2000)
 
     async def run() -> None:

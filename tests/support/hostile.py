@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
+SHORT = {"max_tokens": 2}
 TOOL = {"name": "f", "parameters": {"type": "object"}}
 MARK = "\ue000"  # placeholder of a hostile value
 # Each is served, or refused because of a setting of this server.
@@ -17,14 +18,8 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     ],
     "/v1/chat/completions": [
         {"messages": MESSAGES, "stop": ["e"], "allowed_token_ids": [1, 2, 3]},
-        {
-            "messages": [*MESSAGES, {"role": "tool", "content": "x", "tool_call_id": "y"}],
-            "max_tokens": 2,
-        },
-        {
-            "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
-            "max_tokens": 2,
-        },
+        {"messages": [*MESSAGES, {"role": "tool", "content": "x", "tool_call_id": "y"}]} | SHORT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]} | SHORT,
         {"messages": MESSAGES, "tools": [{"type": "function", "function": TOOL}]},
         {"messages": MESSAGES, "chat_template_kwargs": {"x": 1}},
     ],

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import uvicorn
 
 from support.programs import PATIENCE_S, VERBATIM, started
 from support.programs import until as until
@@ -43,12 +42,9 @@ class Client(httpx.Client):
         return super().build_request(method, url, **rest)
 
 
-NAMELESS = (
-    "/v1/generate",
-    "/v1/logprobs",
-    "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter",
-)
+Loop = asyncio.AbstractEventLoop
+LORA = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+NAMELESS = ("/v1/generate", "/v1/logprobs", *LORA)
 
 
 class QuickServer(Server):
@@ -64,14 +60,7 @@ class QuickServer(Server):
 class Served:
     """A running server, its engine and a client."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        service: Service,
-        port: int,
-        loop: asyncio.AbstractEventLoop,
-        server: uvicorn.Server,
-    ):
+    def __init__(self, llm: LLM, service: Service, port: int, loop: Loop, server: Server) -> None:
         self.llm, self.service, self.port, self.loop = llm, service, port, loop
         self._server = server
         self.url = f"http://127.0.0.1:{port}"
@@ -133,14 +122,12 @@ def _data(text: str) -> Any:
 @contextmanager
 def serving(llm: LLM, settings: ServeSettings | None = None) -> Iterator[Served]:
     """Run a server over an engine during a block."""
-    settings = dataclasses.replace(
-        settings or ServeSettings(), log_level="critical", drain_timeout_s=5
-    )
-    app = make_app(llm, settings)
-    listener = listen("127.0.0.1", 0)
+    changes: dict[str, Any] = dict(log_level="critical", drain_timeout_s=5)
+    settings = dataclasses.replace(settings or ServeSettings(), **changes)
+    app, listener = make_app(llm, settings), listen("127.0.0.1", 0)
     config = uvicorn_config(app, settings)
     server = QuickServer(config, app.state.service, lambda text: None, "")
-    loops: list[asyncio.AbstractEventLoop] = []
+    loops: list[Loop] = []
 
     async def serve() -> None:
         loops.append(asyncio.get_running_loop())
@@ -161,19 +148,12 @@ def serving(llm: LLM, settings: ServeSettings | None = None) -> Iterator[Served]
 
 
 @contextmanager
-def talking(
-    template: str, *, settings: ServeSettings | None = None, **tokens: bool
-) -> Iterator[Served]:
+def talking(template: str, *, settings: Any = None, **tokens: bool) -> Iterator[Served]:
     """Run a server over a random model with a chat template; `tokens` as in `tokenizer`."""
     # A toy has flat logits, so that a marker is not too unlikely and no token is certain.
     hf = tokenizer(template, **tokens)
-    module = make_toy(
-        "llama",
-        vocab_size=max(264, len(hf)),
-        eos_token_id=1,
-        bos_token_id=0,
-        max_position_embeddings=4096,
-    )
+    sizes = dict(vocab_size=max(264, len(hf)), max_position_embeddings=4096)
+    module = make_toy("llama", eos_token_id=1, bos_token_id=0, **sizes)
     with LLM(module, tokenizer=hf, max_length=4096) as llm, serving(llm, settings) as server:
         yield server
 
@@ -185,13 +165,10 @@ def routes_of(routes: Iterable[Any]) -> Iterator[Any]:
         yield from [route] if inner is None else routes_of(inner)
 
 
-def request_of(
-    body: dict[str, Any] | bytes, path: str = "/v1/completions", **headers: str
-) -> bytes:
-    """Return the bytes of an HTTP request, for a raw socket."""
-    content = (
-        body if isinstance(body, bytes) else json.dumps({"model": Client.model} | body).encode()
-    )
+def request_of(body: Any, path: str = "/v1/completions", **headers: str) -> bytes:
+    """Return the bytes of an HTTP request, for a raw socket; `body` is bytes or a dict."""
+    is_raw = isinstance(body, bytes)
+    content = body if is_raw else json.dumps({"model": Client.model} | body).encode()
     fields = {"Host": "localhost", "Content-Type": "application/json"} | headers
     fields |= {"Content-Length": str(len(content))}
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
