@@ -22,7 +22,9 @@ from verbatim.model.device import Device
 from verbatim.placement.offload import cost
 from verbatim.placement.offload import machine as machines
 from verbatim.placement.offload import planner as planners
+from verbatim.placement.offload.choice import assign_tiers
 from verbatim.placement.offload.cost import Forecast, Load, Plan, Prediction
+from verbatim.placement.offload.kv import NUM_STAGED
 from verbatim.placement.offload.machine import NOMINAL, Machine, measure
 from verbatim.placement.offload.planner import Planner
 from verbatim.placement.offload.report import amount, comparison_table
@@ -75,10 +77,10 @@ def model(
     held = (add(hidden),)
     units.append(UnitShape((embedding if tied else add(vocab, hidden),)))
     attention = (heads + 2 * kv_heads) * width
-    per_token = layers * kv_heads * width * 2 * 2
+    kv_layers = (kv_heads * width * 2 * 2,) * layers
     mlp = inner * 8 // experts if experts else inner
     return ModelShape(
-        tuple(slots), tuple(units), held, 2, per_token, layers, hidden, mlp, attention, vocab,
+        tuple(slots), tuple(units), held, 2, kv_layers, hidden, mlp, attention, vocab,
         experts, 8 if experts else 0,
     )  # fmt: skip
 
@@ -298,6 +300,15 @@ def test_excessive_kv_memory_is_rejected():
         planned(model(), given=options(kv_memory="900MB"), gpu="1GB", kv=(100, 0, 0))
 
 
+def test_kv_memory_counts_whole_blocks_and_the_size_of_each_layer():
+    shape = replace(model(layers=4), kv_layers=(1000, 1000, 1000, 8000))
+    said = dict(gpu="4GB", kv=(50, 0, 50), batch_size=2, micro_batches=1, workload=(300, 30))
+    plan, _ = planned(shape, given=options(block_size=1000), **said)
+    assert assign_tiers(shape.kv_layers, plan.kv) == ["gpu", "disk", "gpu", "disk"]
+    assert plan.memory["K and V"] == plan.kv_bytes * 2000 // 11_000
+    assert plan.memory["K and V buffers"] >= NUM_STAGED * 2 * 1000 * 8000
+
+
 def test_kv_cache_on_disk_respects_disk_limit():
     plan, _ = planned(model(), gpu="1GB", disk_limit="400MB")
     assert plan.kv_bytes * plan.kv[2] / 100 <= 400_000_000
@@ -321,8 +332,7 @@ SMALL = ModelShape(
     units=(UnitShape((0,), attends=True), UnitShape((1,), attends=True)),
     resident=(),
     itemsize=2,
-    kv_bytes_per_token=200,
-    layers=2,
+    kv_layers=(100, 100),
     hidden=10,
     intermediate=10,
     attention=30,

@@ -196,7 +196,7 @@ class Forecast:
             if load.rows > load.sequences:
                 part_s += pairs * shape.attention * m.product(ROWS[-1]) / ROWS[-1]
             else:
-                part_s += pairs * shape.layer_kv_bytes / memory_rate
+                part_s += pairs * shape.unit_kv_bytes / memory_rate
         temporary_bytes = shape.unpacked_bytes(unit) + shape.converted_bytes(unit, tiers)
         return parts * part_s + temporary_bytes * 2 / memory_rate
 
@@ -214,7 +214,7 @@ class Forecast:
                 ahead += nbytes
             else:
                 on_demand += nbytes
-        token_bytes = shape.layer_kv_bytes * shape.layers * disk_share
+        token_bytes = sum(shape.kv_layers) * disk_share
         read = token_bytes * load.sequences * load.context
         written = token_bytes * max(load.rows, load.sequences * min(plan.kv_block, load.context))
         attending = sum(unit.attends for unit in shape.units)
@@ -225,7 +225,7 @@ class Forecast:
         bus_s, bus_rate, copied = 0.0, machine.bus_rate or rate, [0] * len(weights)
         if machine.bus_rate:
             copied = [shape.copied_bytes(unit, tiers) for unit in shape.units]
-            token_bytes = shape.layer_kv_bytes * shape.layers * (100 - plan.kv[0]) / 100
+            token_bytes = sum(shape.kv_layers) * (100 - plan.kv[0]) / 100
             kv_bytes = token_bytes * (load.sequences * load.context + load.rows)
             bus_s = (sum(copied) + kv_bytes) / bus_rate
         seconds = io_s + sum(compute) + on_demand / rate + bus_s

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
 from itertools import accumulate, product
-from math import ceil
 from operator import or_
 from pathlib import Path
 from shutil import disk_usage
@@ -263,7 +262,7 @@ class Planner:
         Every byte of one kind saves about the same disk time, so either K and V or weights go first. If
         memory is short, K and V are worth more than a second unit in the ring.
         """
-        layers = self.shape.layers
+        layers = len(self.shape.kv_layers)
         num_overflowing = -(-(base.kv_bytes - self.disk) * layers // max(1, base.kv_bytes))
         # The disk has no room for the overflowing layers.
         start = [("kv", max(0, num_overflowing)), ("waiting", 1)]
@@ -326,7 +325,7 @@ class Planner:
         def place(nbytes: int) -> str:
             return take("cpu" if spills and nbytes > free["gpu"] else first, nbytes)
 
-        sizes, layers = [slot.nbytes for slot in shape.slots], [1] * shape.layers
+        sizes, layers = [slot.nbytes for slot in shape.slots], len(shape.kv_layers)
         slots = [*shape.resident]
         tiers = assign_tiers(sizes, offload.weights) if offload.weights else ["disk"] * len(sizes)
         for name, group in self._groups.items():
@@ -337,12 +336,14 @@ class Planner:
             tiers[i] = "disk" if tiers[i] == "cpu" else tiers[i]
         for i in slots:
             tiers[i] = "gpu"
-        resident = (
-            base.kv_bytes * shape.resident_bytes_per_token // max(1, shape.kv_bytes_per_token)
-        )
-        kv_size = -(-(base.kv_bytes - resident) // shape.layers)
+        token_bytes = max(1, shape.kv_bytes_per_token)
+        resident = base.kv_bytes * shape.resident_bytes_per_token // token_bytes
+        kv_sizes = [-(-base.kv_bytes * nbytes // token_bytes) for nbytes in shape.kv_layers]
+        num_held = held["kv"], in_ram["kv"], layers - held["kv"] - in_ram["kv"]
+        kv = offload.kv or _shares([*num_held], [*TIERS])
+        kv_tiers = assign_tiers(kv_sizes, kv)  # as the store does
         waiting = shape.waiting_bytes(base.max_batch_tokens)
-        memory = self._buffers(base, tuple(tiers), held, in_ram)
+        memory = self._buffers(base, tuple(tiers), kv_tiers, held, in_ram)
         # Bytes of the weights in memory that are in the cache of experts.
         cached = max(0, memory["experts"] - shape.min_expert_cache_bytes)
         in_ram_bytes = sum(memory[kind] for kind in _RAM_KINDS) if self.on_gpu else 0
@@ -350,9 +351,8 @@ class Planner:
         for i in {*range(len(tiers))}.difference(slots):
             if tiers[i] != "disk":
                 take(tiers[i], sizes[i])
-        kv_tiers = assign_tiers(layers, offload.kv) if offload.kv else []
-        for tier in kv_tiers:
-            take(tier, kv_size)
+        for tier, nbytes in zip(kv_tiers, kv_sizes, strict=True) if offload.kv else ():
+            take(tier, nbytes)
         for tier, share in zip(TIERS, offload.activations or (), strict=False):
             take(tier, int(waiting * share / 100))
         spilled = max(0, buffers - max(0, free["gpu"])) if spills else 0
@@ -361,9 +361,9 @@ class Planner:
         for i in slots:
             tiers[i] = place(sizes[i])
         if not offload.kv:
-            kv_tiers = [place(kv_size) for _ in range(held["kv"])]
-            kv_tiers += [take("cpu", kv_size) for _ in range(in_ram["kv"])]
-            kv_tiers += [take("disk", kv_size) for _ in range(shape.layers - len(kv_tiers))]
+            pairs = zip(kv_tiers, kv_sizes, strict=True)
+            kv_tiers = [place(size) if tier == "gpu" else take(tier, size) for tier, size in pairs]
+            kv = _shares([1] * layers, kv_tiers) if spills else kv
         activations = offload.activations
         if activations is None:
             tier = "cpu" if in_ram["waiting"] else "disk"
@@ -371,14 +371,15 @@ class Planner:
         in_memory = sum(size for size, tier in zip(sizes, tiers, strict=True) if tier != "disk")
         memory = {
             "weights": in_memory - cached,
-            "K and V": resident + kv_size * (shape.layers - kv_tiers.count("disk")),
+            "K and V": resident
+            + sum(n for n, tier in zip(kv_sizes, kv_tiers, strict=True) if tier != "disk"),
             "activations": int(waiting * (100 - activations[2]) / 100),
             **memory,
         }
         plan = replace(
             base,
             weights=offload.weights or _shares(sizes, tiers),
-            kv=offload.kv or _shares(layers, kv_tiers),
+            kv=kv,
             activations=activations,
             tiers=tuple(tiers),
             memory={kind: nbytes for kind, nbytes in memory.items() if nbytes},
@@ -386,20 +387,17 @@ class Planner:
         return plan, free
 
     def _buffers(
-        self, base: Plan, tiers: tuple[str, ...], held: Held, in_ram: Held
+        self, base: Plan, tiers: tuple[str, ...], kv_tiers: list[str], held: Held, in_ram: Held
     ) -> dict[str, int]:
         """Return the bytes by kind that a plan takes beside weights, K and V and waiting activations.
 
         Staging buffers for K and V are sized for the workload.
         """
-        shape, kv = self.shape, self.offload.kv
-        kv_in_place = held["kv"] == shape.layers
-        if kv:
-            kv_in_place = kv[0] == 100 if self.on_gpu else kv[2] == 0
-        staged = 0
-        if not kv_in_place:
-            tokens = base.batch_size * sum(self.workload)
-            staged = int(NUM_STAGED * _ROOM_TO_GROW * tokens * ceil(shape.layer_kv_bytes))
+        shape, in_place = self.shape, ("gpu",) if self.on_gpu else ("gpu", "cpu")
+        pairs = zip(shape.kv_layers, kv_tiers, strict=True)
+        largest = max((nbytes for nbytes, tier in pairs if tier not in in_place), default=0)
+        tokens = base.batch_size * base.kv_block * -(-sum(self.workload) // base.kv_block)
+        staged = int(NUM_STAGED * _ROOM_TO_GROW * tokens) * largest
         experts, budget = shape.expert_cache_bytes(tiers), self.compute_budget
         copied = [shape.copied_bytes(unit, tiers) for unit in shape.units if self.on_gpu]
         rows = min(base.micro_tokens, base.max_batch_tokens)

@@ -84,11 +84,10 @@ class ModelShape:
         units: the units, in the order of a forward.
         resident: indices of the slots outside of all units, which stay in memory.
         itemsize: bytes per element of an activation.
-        kv_bytes_per_token: bytes per token of K and V and routing records, over all layers.
-        resident_bytes_per_token: the part of `kv_bytes_per_token` that always stays in memory: K and V of
-            draft layers, and routing records.
+        kv_layers: bytes per token of each layer of K and V, at least one.
+        resident_bytes_per_token: bytes per token that always stay in memory: K and V of draft layers, and
+            routing records.
         state_bytes: bytes of a sequence's recurrent states.
-        layers: number of layers with K and V, at least 1.
         hidden, intermediate, attention, vocab: widths of the hidden states; of the MLP, over all experts of a
             token; of queries, keys and values together; of the logits.
         experts, experts_per_token: number of experts in a layer, and chosen for a token; 0 without experts.
@@ -99,8 +98,7 @@ class ModelShape:
     units: tuple[UnitShape, ...]
     resident: tuple[int, ...]
     itemsize: int
-    kv_bytes_per_token: int
-    layers: int
+    kv_layers: tuple[int, ...]
     hidden: int
     intermediate: int
     attention: int
@@ -112,9 +110,14 @@ class ModelShape:
     draft_bytes: int = 0
 
     @property
-    def layer_kv_bytes(self) -> float:
-        """Bytes of a token's K and V in one layer, without the part that is always in memory."""
-        return (self.kv_bytes_per_token - self.resident_bytes_per_token) / self.layers
+    def kv_bytes_per_token(self) -> int:
+        """Bytes per token of K and V and routing records, over all layers."""
+        return sum(self.kv_layers) + self.resident_bytes_per_token
+
+    @property
+    def unit_kv_bytes(self) -> float:
+        """Mean bytes of a token's K and V in a unit with attention."""
+        return sum(self.kv_layers) / max(1, sum(unit.attends for unit in self.units))
 
     @property
     def nbytes(self) -> int:
@@ -235,14 +238,14 @@ def shape_of(
     structure = outline(loaded.module)
     attending = sum(bool(layer.value_dim) for layer in structure.layers)  # the others are indexers
     heads = zip(structure.query_heads, structure.layers, strict=True)
-    kv_bytes = bytes_per_token(structure.layers, kv_dtype or dtype)
+    kv_layers = [bytes_per_token([layer], kv_dtype or dtype) for layer in structure.layers]
     layers = _first(text, "num_hidden_layers") or 1
     layers = layers if loaded.layers is None else len(loaded.layers)
     resident, draft_bytes = 2 * top_k * layers * bool(experts), 0  # records of routing
     if isinstance(draft, Mtp):
         assert loaded.folder is not None
         count, draft_bytes = mtp_size(model, loaded.folder, draft.beside)
-        layer_bytes = (kv_bytes + resident) // max(1, attending) + hidden * dtype.itemsize
+        layer_bytes = (sum(kv_layers) + resident) // max(1, attending) + hidden * dtype.itemsize
         resident += count * layer_bytes
     inner = _first(text, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") or 4 * hidden
     routed = _first(text, "moe_intermediate_size") or inner
@@ -263,8 +266,7 @@ def shape_of(
         ),
         resident=tuple(number[id(slot)] for slot in units.resident),
         itemsize=dtype.itemsize,
-        kv_bytes_per_token=kv_bytes + resident,
-        layers=max(1, attending),
+        kv_layers=tuple(kv_layers) or (0,),
         hidden=hidden,
         intermediate=max(inner, routed * top_k),
         attention=max((n * layer.key_dim + layer.elements for n, layer in heads), default=0),
