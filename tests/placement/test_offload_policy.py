@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -293,6 +294,14 @@ def test_rejected_plan_names_needed_and_given_memory(said, error, says):
         planned(model(), **said)
     for part in says:
         assert part in str(refused.value)
+
+
+def test_rejected_plan_names_memory_that_suffices_without_disk():
+    given = options(kv_memory="300MB")
+    with pytest.raises(InvalidRequest) as refused:
+        planned(model(), given=given, gpu="200MB", disk_limit=0)
+    needed = int(re.search(r"at least (\d+) bytes", str(refused.value))[1])
+    assert planned(model(), given=given, gpu=needed, disk_limit=0)[0].kv == (100, 0, 0)
 
 
 def test_excessive_kv_memory_is_rejected():

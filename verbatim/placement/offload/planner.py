@@ -460,8 +460,7 @@ class Planner:
         }
         choices = ", ".join(f"{name}={v}" for name, v in chosen.items() if v is not None)
         choices = f"with {choices}, " if choices else ""
-        plan, free = self._smallest_plan(self.budgets)
-        if min(free.values()) >= 0:
+        if self._smallest_plan(self.budgets)[1]["disk"] < 0:
             raise TierFailed(
                 f"placement=Offload: {choices}the disk tier is too small: "
                 f"{offload.disk or 'the temporary folder'} has room for {self.disk} bytes "
@@ -494,15 +493,17 @@ class Planner:
     def _smallest_plan(self, budgets: dict[str, int]) -> tuple[Plan, Mapping[str, int]]:
         """Return the plan that takes the least memory, whether it fits or not, and its free bytes.
 
+        Plans that do not fit on the disk are the last choice.
+
         Args:
-            budgets: bytes of the tiers in memory; the disk is unlimited.
+            budgets: bytes of the tiers in memory.
         """
         planner = copy(self)
-        planner.budgets, planner.disk = budgets, UNLIMITED
+        planner.budgets = budgets
         *_, base = planner._sizes(NOMINAL, tight=True)
         prefixes = [held for order in planner._orders(base) for held in _prefixes(order)]
         plans = [planner._place(base, held) for held in prefixes]
-        return min(plans, key=lambda entry: entry[0].memory_bytes)
+        return min(plans, key=lambda entry: (entry[1]["disk"] < 0, entry[0].memory_bytes))
 
 
 def forecast(model: OpenRequest, offload: Offload, units: Units) -> Forecast:
