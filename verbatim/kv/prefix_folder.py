@@ -65,7 +65,7 @@ class PrefixFolder:
     def __init__(
         self, path: Path, max_bytes: int, model: str, runner: Runner, pools: Mapping[str, BlockPool]
     ) -> None:
-        self.path = path
+        self.path = path.absolute()  # the working directory may change
         self.max_bytes = max_bytes
         self._runner, self._pools = runner, pools
         self._nbytes: dict[str, int] = {}

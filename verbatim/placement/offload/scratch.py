@@ -40,15 +40,14 @@ class Scratch(DirectFile):
     def __init__(
         self, folder: Path | None, limit: int | None, sibling: Scratch | None = None
     ) -> None:
-        self.folder = Path(tempfile.gettempdir()) if folder is None else folder
+        # Resolved, as the working directory may change before `open_sibling`.
+        self.folder = (Path(tempfile.gettempdir()) if folder is None else folder).resolve()
         self.limit = limit
         # Reserved bytes of all files that share the limit.
         self._total: list[int] = [0] if sibling is None else sibling._total
         self._unflushed = 0
         try:
-            with tempfile.TemporaryFile(
-                dir=self.folder.resolve(), prefix="verbatim-", buffering=0
-            ) as file:
+            with tempfile.TemporaryFile(dir=self.folder, prefix="verbatim-", buffering=0) as file:
                 fd = os.dup(file.fileno())
         except OSError as error:
             raise TierFailed(
