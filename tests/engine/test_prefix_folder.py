@@ -76,6 +76,17 @@ def test_every_cache_kind_survives_a_restart(kind: str, open_: Opens) -> None:
         assert llm.stats()["prefix_folder"]["hits"] > 0
 
 
+def test_folder_stays_the_same_when_the_working_directory_changes(
+    open_: Opens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with open_(prefix_folder="kept") as llm:
+        monkeypatch.chdir("/")
+        result(llm)
+    with open_() as llm:
+        assert result(llm)[1] > 0
+
+
 def test_next_conversation_turn_hits_the_saved_prefix(open_: Opens) -> None:
     params = GREEDY.replace(max_tokens=30)
     with open_("qwen3_5") as llm:
@@ -292,6 +303,7 @@ def test_two_engines_share_a_folder(open_: Opens, tmp_path: Path) -> None:
     [
         (dict(prefix_folder=5), InvalidRequest, "prefix_folder=5: must be a path"),
         (dict(prefix_folder=""), InvalidRequest, "must be a path"),
+        (dict(prefix_folder="a\0b"), InvalidRequest, "must be a path"),
         (dict(prefix_cache=False), InvalidRequest, "prefix_cache=False"),
         (dict(prefix_folder_bytes="much"), InvalidRequest, "prefix_folder_bytes='much'"),
         (dict(trust_remote_code=True), NotSupported, "trust_remote_code"),

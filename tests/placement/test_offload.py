@@ -381,7 +381,22 @@ def test_failed_wake_leaves_engine_asleep(folders: Folders, tmp_path: Path) -> N
         assert mixed_facts(llm, 5) == expected
 
 
-def test_sleep_beyond_disk_limit_fails_and_keeps_engine_awake(folders: Folders) -> None:
+def test_disk_folder_stays_the_same_when_the_working_directory_changes(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk").mkdir()
+    monkeypatch.chdir(tmp_path)
+    tiers = Offload(gpu=BUDGET, weights=(0, 0, 100), disk="disk")
+    with LLM(folders("llama"), placement=tiers) as llm:
+        monkeypatch.chdir("/")
+        llm.update_weights(folders("llama"))
+        llm.sleep(weights=True)
+        llm.wake()
+
+
+def test_sleep_beyond_disk_limit_fails_and_keeps_engine_awake(
+    folders: Folders,
+) -> None:
     tiers = Offload(gpu=BUDGET, weights=(100, 0, 0), disk_limit=PAGE)
     with LLM(folders("llama"), max_length=200, quantization="int8", placement=tiers) as llm:
         files, expected = unnamed_files(), mixed_facts(llm, 5)
@@ -451,12 +466,16 @@ def test_rows_of_concatenated_tensors_are_sliced_from_each(
         (dict(batch_size=0), "batch_size=0"),
         (dict(micro_batches=1.5), "micro_batches=1.5"),
         (dict(attention_top_k=0), "attention_top_k=0"),
+        (dict(attention_top_k=2**63), "1 to 2147483647, or None"),
+        (dict(gpu=2**63), "bytes, 0 to 4611686018427387904"),
         (dict(overlap=1), "overlap=1"),
         (dict(cpu_cache_compute="yes"), "cpu_cache_compute='yes'"),
         (dict(policy="best"), "policy='best'"),
         (dict(workload=(512,)), "workload=(512,)"),
         (dict(workload=(0, 5)), "workload[0]=0"),
         (dict(disk=5), "disk=5"),
+        (dict(disk="a\0b"), "disk='a\\x00b': must be a path"),
+        (dict(trace="\ud800"), "trace='\\ud800': must be a path"),
         (dict(disk_limit="lots"), "disk_limit='lots'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from verbatim.common.checks import budget, memory_bytes
-from verbatim.errors import InvalidRequest
+from verbatim.errors import InvalidRequest, OutOfBlocks
 from verbatim.model.early_exit import EarlyExit
 from verbatim.placement.distributed.choice import Cluster, PipelineParallel, TensorParallel
 from verbatim.placement.offload.choice import Offload
+from verbatim.placement.options import engine_options
 from verbatim.serve.settings import ServeSettings
 
 MAKES: dict[str, tuple[Callable[..., Any], str]] = {
@@ -62,3 +63,11 @@ def test_memory_amounts_are_parsed_or_rejected(
         else:
             with pytest.raises(InvalidRequest, match=expected):
                 read(value)
+
+
+def test_kv_memory_beside_recurrent_states_is_named_as_given() -> None:
+    options = engine_options(kv_memory=10_000)
+    with pytest.raises(
+        OutOfBlocks, match=r"kv_memory of 10000 .* 3200 bytes, recurrent states 9000"
+    ):
+        options.num_blocks(100, None, 9000)

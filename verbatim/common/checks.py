@@ -7,9 +7,11 @@ import inspect
 import math
 import numbers
 import operator
+import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from verbatim.errors import InvalidRequest
@@ -103,6 +105,21 @@ def switch(name: str, value: Any) -> bool:
     return value
 
 
+def path(name: str, value: Any) -> Path:
+    """Convert a string or another path that a file can have to a Path, with "~" expanded.
+
+    Raises:
+        InvalidRequest: anything else, such as "" or "a\\0b".
+    """
+    try:
+        encoded = b"" if isinstance(value, bytes) else os.fsencode(value)
+    except (TypeError, UnicodeEncodeError):
+        encoded = b""
+    if not encoded or b"\0" in encoded:
+        raise InvalidRequest(f"{name}={value!r}: must be a path")
+    return Path(os.path.expanduser(os.fsdecode(value)))
+
+
 def check_fields(settings: Any, numbers: Mapping[str, tuple[Any, ...]]) -> None:
     """Check the numeric and bool fields of a dataclass; numbers are converted to Python's types.
 
@@ -140,7 +157,7 @@ def budget(name: str, value: Any) -> int:
     amount = _bytes_of(value)
     if amount is None or not 0 <= amount <= _MAX_BUDGET:
         raise InvalidRequest(
-            f"{name}={value!r}: must be bytes, 0 or more, or an amount such as '16GB'"
+            f"{name}={value!r}: must be bytes, 0 to {_MAX_BUDGET}, or an amount such as '16GB'"
         )
     return amount
 

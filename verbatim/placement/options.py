@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verbatim.common.checks import budget, integer, memory_bytes, optional_integer, switch
+from verbatim.common.checks import (
+    budget,
+    integer,
+    memory_bytes,
+    optional_integer,
+    path,
+    switch,
+)
 from verbatim.errors import InvalidRequest, OutOfBlocks
 from verbatim.kv.store import LayerShape, bytes_per_token
 from verbatim.model.device import CPU, Device
@@ -100,12 +106,12 @@ class EngineOptions:
             OutOfBlocks: the memory doesn't hold one block.
         """
         block_bytes = self.block_size * max(1, bytes_per_token)  # 0 for a model without attention
-        budget = self.kv_budget - state_bytes
-        blocks = budget // block_bytes - 1
+        blocks = (self.kv_budget - state_bytes) // block_bytes - 1
         if blocks < 1:
+            states = f", recurrent states {state_bytes} bytes" if state_bytes else ""
             raise OutOfBlocks(
-                f"kv_memory of {budget} bytes is too small: one block of {self.block_size} tokens and "
-                f"the scratch block take {2 * block_bytes} bytes"
+                f"kv_memory of {self.kv_budget} bytes is too small: one block of {self.block_size} tokens "
+                f"and the scratch block take {2 * block_bytes} bytes{states}"
             )
         if max_length is not None:
             blocks = min(blocks, self.max_sequences * -(-max_length // self.block_size))
@@ -193,8 +199,6 @@ def engine_options(
 def _prefix_folder(value: Any, prefix_cache: bool) -> Path | None:
     if value is None:
         return None
-    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise InvalidRequest(f"prefix_folder={value!r}: must be a path")
     if not prefix_cache:
         raise InvalidRequest(f"prefix_folder={value!r}: not supported with prefix_cache=False")
-    return Path(os.path.expanduser(value))
+    return path("prefix_folder", value)

@@ -10,10 +10,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verbatim.common.checks import budget, integer, optional_integer, switch
+from verbatim.common.checks import budget, integer, optional_integer, path, switch
 from verbatim.errors import InvalidRequest
 
 TIERS = ("gpu", "cpu", "disk")
+_MAX_COUNT = 2**31 - 1
 Percents = tuple[float, float, float]  # gpu, cpu, disk; the sum is 100
 
 
@@ -106,7 +107,7 @@ class Offload:
             value = getattr(self, name)
             assign(name, None if value is None else percents(name, value))
         for name in ("batch_size", "micro_batches", "attention_top_k"):
-            assign(name, optional_integer(name, getattr(self, name)))
+            assign(name, optional_integer(name, getattr(self, name), 1, _MAX_COUNT))
         switch("overlap", self.overlap)
         if self.cpu_cache_compute is not None:
             switch("cpu_cache_compute", self.cpu_cache_compute)
@@ -114,9 +115,7 @@ class Offload:
             raise InvalidRequest(f"policy={self.policy!r}: must be 'auto' or None")
         for name in ("disk", "trace"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, str | os.PathLike):
-                raise InvalidRequest(f"{name}={value!r}: must be a path")
-            assign(name, None if value is None else Path(os.path.expanduser(value)))
+            assign(name, None if value is None else path(name, value))
         try:
             prompt, new = self.workload
         except (TypeError, ValueError):
