@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from dataclasses import asdict, replace
@@ -524,6 +525,15 @@ def test_measurement_is_cached_and_leaves_no_files(folders, tmp_path, monkeypatc
     assert measure(tensors, tmp_path, torch.float32) == found
     again = replace(packing, shape=(2, 3, 128))  # another matrix of the same kind
     assert measure(tensors, tmp_path, torch.float32, packing=again) == packed
+
+
+def test_failed_write_of_measurement_is_not_an_error_of_opening(tmp_path, monkeypatch):
+    def broken(fd):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fdatasync", broken)
+    assert machines._writing(tmp_path) is None
+    assert os.listdir(tmp_path) == []
 
 
 def test_report_shows_predicted_beside_actual():

@@ -168,14 +168,14 @@ def _reading(tensors: Sequence[Stored]) -> float:
 
 
 def _writing(folder: Path) -> float | None:
-    """Return bytes/s of writes; None if the folder has no room for the measurement."""
+    """Return bytes/s of writes; None if the folder has no room for the measurement, or a write failed."""
     scratch = Scratch(folder, None)
     try:
         data = torch.ones(_WRITE_BYTES // 4, dtype=torch.uint8)
         begin = perf_counter()
         for _ in range(4):
             scratch.write_from([bytes_of(data)], scratch.reserve(data.nbytes))
-        os.fdatasync(scratch._fd)
+        scratch.flush()
         return _WRITE_BYTES / (perf_counter() - begin)
     except TierFailed:
         return None

@@ -102,13 +102,17 @@ class Scratch(DirectFile):
         self._unflushed += 0 if direct else nbytes
         if self._unflushed >= _UNFLUSHED:  # only written pages can be dropped from the page cache
             self._unflushed = 0
-            try:
-                os.fdatasync(self._fd)
-            except OSError as error:
-                raise TierFailed(
-                    f"disk tier: writing to {self.folder} failed: {error.strerror or error}"
-                ) from error
+            self.flush()
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def flush(self) -> None:
+        """Wait until all writes are on the disk; raise TierFailed if one failed."""
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise TierFailed(
+                f"disk tier: writing to {self.folder} failed: {error.strerror or error}"
+            ) from error
 
     def store(self, name: str, tensor: Tensor) -> Stored:
         """Write a tensor, and return its location."""
