@@ -8,11 +8,13 @@ does not match its name and digest is deleted, and counts as missing.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import stat
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -77,7 +79,7 @@ class PrefixFolder:
         self._counts = dict.fromkeys(("hits", "misses", "bytes_read", "bytes_written"), 0)
         self._off_reason: str | None = None  # why reading and writing stopped
         self._write_error: str | None = None  # why writing stopped
-        self._pending: dict[Entry, int] = {}  # depths of entries to write, or to mark as used
+        self._pending = OrderedDict[Entry, int]()  # depths of entries to write, or to mark as used
         self._lock = threading.Lock()  # guards `_pending` and `_thread`
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
@@ -193,7 +195,8 @@ class PrefixFolder:
                     return
                 kind = next(iter(self._pending))[0]
                 count = max(1, _COPY_BYTES // max(1, self._nbytes[kind]))
-                entries = [entry for entry in self._pending if entry[0] == kind][:count]
+                same_kind = (entry for entry in self._pending if entry[0] == kind)
+                entries = list(itertools.islice(same_kind, count))
                 depths = {key: self._pending.pop((kind, key)) for _, key in entries}
             try:
                 self._save(kind, depths)
