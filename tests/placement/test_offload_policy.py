@@ -189,12 +189,15 @@ _sizes = st.fixed_dictionaries(
     cpu=st.none() | st.integers(0, 300).map(lambda n: n * 1_000_000),
     workload=st.tuples(st.integers(1, 2000), st.integers(1, 300)),
     kv=st.sampled_from([None, (100, 0, 0), (0, 0, 100), (30, 40, 30)]),
+    activations=st.sampled_from([None, (30, 40, 30)]),
 )
-def test_plan_respects_budgets_or_is_rejected(sizes, gpu, cpu, workload, kv):
+def test_plan_respects_budgets_or_is_rejected(sizes, gpu, cpu, workload, kv, activations):
     shape = model(**sizes)
     budget = gpu + (cpu or 0)
     try:
-        plan, prediction = planned(shape, gpu=gpu, cpu=cpu, workload=workload, kv=kv)
+        plan, prediction = planned(
+            shape, gpu=gpu, cpu=cpu, workload=workload, kv=kv, activations=activations
+        )
     except (OutOfBlocks, InvalidRequest) as error:
         refused = str(error)
     else:

@@ -373,7 +373,7 @@ class Planner:
             "weights": in_memory - cached,
             "K and V": resident
             + sum(n for n, tier in zip(kv_sizes, kv_tiers, strict=True) if tier != "disk"),
-            "activations": int(waiting * (100 - activations[2]) / 100),
+            "activations": sum(int(waiting * share / 100) for share in activations[:2]),
             **memory,
         }
         plan = replace(
