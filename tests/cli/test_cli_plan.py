@@ -85,7 +85,7 @@ def test_plan_reads_no_weights(run, folder, monkeypatch):
         (["--workload", "512"], 1, "workload=(512,): must be (prompt tokens, new tokens)"),
         (["--workload", "a,b"], 2, "--workload 'a,b': must be prompt tokens and new tokens"),
         (["--policy", "guess"], 1, "policy='guess': must be 'auto' or None"),
-        (["--batch-size", "0"], 1, "batch_size=0: must be an integer, 1 or more"),
+        (["--batch-size", "0"], 1, "batch_size=0: must be an integer, 1 to 2147483647"),
         (["--max-length", "100000"], 1, "max_length=100000: the model's limit is 256"),
         (["--gpu", "1MB", "--kv-memory", "900KB", "--kv", "100,0,0", "--policy", "none"], 1,
          "placement=Offload: with kv=(100.0, 0.0, 0.0), kv_memory=900000, at least "),
