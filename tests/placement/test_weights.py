@@ -124,6 +124,14 @@ def test_float32_weights_are_rounded_for_bfloat16_engine() -> None:
         assert words(llm) == words(fresh)
 
 
+def test_folder_is_read_in_the_dtype_of_the_engine(folder: Path, tmp_path: Path) -> None:
+    other().half().save_pretrained(tmp_path)
+    options: dict[str, Any] = dict(dtype="float32")
+    with LLM(folder, **options) as llm, LLM(tmp_path, **options) as fresh:
+        llm.update_weights(tmp_path)
+        assert words(llm) == words(fresh)
+
+
 BAD = {
     "missing": lambda s: s.pop("model.layers.1.mlp.up_proj.weight"),
     "unknown": lambda s: s.update({"model.layers.9.x": torch.zeros(1)}),
@@ -179,7 +187,9 @@ def test_check_finite_agrees_with_torch_isfinite(dtype: torch.dtype, into: torch
     assert _is_finite(torch.empty(0, 3, dtype=dtype), into)
 
 
-@pytest.mark.parametrize("weights", [5, None, torch.ones(3), ["a", "b"], [("a",)], [(1, 2, 3)]])
+@pytest.mark.parametrize(
+    "weights", [5, None, torch.ones(3), ["a", "b"], [("a",)], [(1, 2, 3)], [([], torch.ones(3))]]
+)
 def test_invalid_weights_arguments_are_rejected(weights) -> None:
     with LLM(make("llama")) as llm, pytest.raises(InvalidRequest, match="weights"):
         llm.update_weights(weights)

@@ -473,7 +473,7 @@ class LLM:
         """
         version, runner = optional_integer("version", version, 0, 2**63 - 1), self.engine.runner
         check_finite = switch("check_finite", check_finite)
-        tensors = named_weights(weights)
+        tensors = named_weights(weights, lambda: str(self.engine.info()["dtype"]))
         return self.engine.update_weights(
             lambda: runner.new_weights(tensors, check_finite=check_finite),
             version=version,

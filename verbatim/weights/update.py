@@ -7,7 +7,7 @@ only some of the weights, ranges of them, or quantized weights.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,13 @@ _MESSAGE_BYTES = 256 * 2**20
 _MAX_SHOWN = 3  # names in an error message
 
 
-def named_weights(weights: Weights) -> dict[str, Tensor]:
+def named_weights(weights: Weights, dtype: Callable[[], str] = lambda: "auto") -> dict[str, Tensor]:
     """Return the tensors of `weights`, by name.
 
     An iterator is consumed, and its plain tensors are copied, since the sender may reuse one buffer.
+
+    Args:
+        dtype: returns the dtype in which a model's folder is opened.
 
     Raises:
         InvalidRequest: the type is not supported, or a name occurs twice.
@@ -47,7 +50,7 @@ def named_weights(weights: Weights) -> dict[str, Tensor]:
     if isinstance(weights, nn.Module):
         return dict(weights.state_dict())
     if isinstance(weights, str | os.PathLike):
-        return _read(Path(os.path.expanduser(weights)))
+        return _read(Path(os.path.expanduser(weights)), dtype)
     if isinstance(weights, Mapping):
         return dict(weights)
     if isinstance(weights, Tensor) or not isinstance(weights, Iterable):
@@ -58,7 +61,7 @@ def named_weights(weights: Weights) -> dict[str, Tensor]:
     is_iterator = isinstance(weights, Iterator)
     tensors: dict[str, Tensor] = {}
     for pair in weights:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
             raise InvalidRequest("weights must come as pairs of a name and a tensor")
         if pair[0] in tensors:
             raise InvalidRequest(f"weights name {pair[0]} twice")
@@ -67,10 +70,11 @@ def named_weights(weights: Weights) -> dict[str, Tensor]:
     return tensors
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read(path: Path, dtype: Callable[[], str]) -> dict[str, Tensor]:
     if any((path / name).is_file() for name in ("config.json", ADAPTER)):
         # transformers may rename a checkpoint's tensors, or merge several of them.
-        loaded = open_weights(lambda _: open_files(ModelSource(path), False, in_memory=True), None)
+        source = ModelSource(path, dtype())
+        loaded = open_weights(lambda _: open_files(source, False, in_memory=True), None)
         if loaded.packed is not None:
             raise NotSupported(f"{path}: a quantized checkpoint; only LLM(model=...) opens it")
         return dict(loaded.module.state_dict())
