@@ -106,7 +106,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any], str]] = {
     ),
     "gptq-v2": (
         *("llama", SHAPE, w.gptq(4, 64, v2=True)),
-        *(_GPTQ | dict(group_size=64, checkpoint_format="gptq_v2"), "int4-g64"),
+        *(_GPTQ | dict(bits=4.0, group_size=64, checkpoint_format="gptq_v2"), "int4-g64"),
     ),
     ACT_ORDER: ("llama", SHAPE, w.gptq(order=True), _GPTQ | dict(desc_act=True), "int8-g32"),
     "compressed-int4": ("qwen2", SHAPE, w.packed(), _SYMMETRIC, "int4-g32"),
@@ -372,6 +372,11 @@ def test_updated_weights_are_rounded_to_format_of_checkpoint(tmp_path: Path) -> 
             check_scores(llm, module, ids)
 
 
+def negative_shape(state: torch.Tensor) -> torch.Tensor:
+    text = bytes(state.tolist()).replace(b"[128, 128]", b"[-128, -128]")
+    return torch.tensor(list(text), dtype=torch.uint8)
+
+
 @pytest.mark.parametrize(
     ("kind", "key", "damage"),
     [
@@ -407,6 +412,7 @@ def test_updated_weights_are_rounded_to_format_of_checkpoint(tmp_path: Path) -> 
         ("bnb-int8", "SCB", lambda x: x[:1]),
         ("nf4", "weight.quant_map", lambda x: x[:3]),
         ("nf4", "weight.absmax", lambda x: x.to(torch.uint8)),
+        ("nf4", "weight.quant_state.bitsandbytes__nf4", negative_shape),
         ("nf4-nested", "weight.nested_quant_map", lambda x: x[:3]),
         ("nf4-nested", "weight.nested_absmax", lambda x: x.repeat(2)),
         *(
@@ -484,6 +490,7 @@ _ONLY_4_BITS = r"q_proj\.W_q is .*: HQQ must have nbits=4"
         ("compressed-fp8-blocks", config(config_groups={"all": {}}), "no block size"),
         ("hqq", tensors(W_q=lambda x: x.int()), _ONLY_4_BITS),  # of 3 bits
         ("hqq", tensors(W_q=lambda x: torch.cat([x, x])), _ONLY_4_BITS),  # of 8 bits
+        ("hqq", tensors(shape=lambda x: -x), _ONLY_4_BITS),
         ("hqq", tensors(nbits=lambda _: torch.tensor(8)), "q_proj: nbits=8 of HQQ"),
         ("hqq", tensors(axis=lambda _: torch.tensor(0)), "q_proj: axis=0 of HQQ"),
         ("hqq", hqq_of_a_matrix(nbits=8), r"config\.json: nbits=8 of HQQ"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import struct
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -235,6 +236,27 @@ def test_absurd_sizes_in_config_raise_model_error(
     change(folder / "config.json", **fields)
     with pytest.raises(ModelError):
         opened(folder, placement)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(shape=[-1, -64]),
+        dict(shape=[True, 64]),
+        dict(shape=[2**32, 2**32], data_offsets=[0, 0]),
+        dict(data_offsets=[0.0, 256.0]),
+    ],
+)
+def test_impossible_entries_of_a_safetensors_header_are_rejected(
+    folder: Path, fields: dict[str, Any]
+) -> None:
+    path = folder / "model.safetensors"
+    size = struct.unpack("<Q", (data := path.read_bytes())[:8])[0]
+    header = json.loads(data[8 : 8 + size])
+    header["model.norm.weight"] |= fields
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+    refused(folder, "damaged or cut short")
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import struct
 from dataclasses import dataclass
@@ -104,11 +105,12 @@ def stored_in(path: Path) -> dict[str, Stored]:
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            begin, end = entry["data_offsets"]
+            begin, end = map(operator.index, entry["data_offsets"])
             if entry["dtype"] not in _DTYPES:  # transformers reports it as missing if needed
                 continue
             dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-            if end - begin != dtype.itemsize * torch.Size(shape).numel():
+            # Unlike `torch.Size`, `empty` refuses negative numbers and numbers that overflow.
+            if end - begin != torch.empty(shape, dtype=dtype, device="meta").nbytes:
                 raise _Damage(f"a tensor of {list(shape)} has {end - begin} bytes")
             if not 0 <= begin <= end <= size - 8 - length:
                 raise _Damage(

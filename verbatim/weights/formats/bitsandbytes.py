@@ -54,7 +54,7 @@ def _four_bits(checkpoint: QuantizedCheckpoint, name: str, kind: Encoding) -> La
     parts = [checkpoint.take(name), absmax]
     if torch.Size(absmax.shape).numel() != peaks:
         raise checkpoint.wrong(absmax)
-    if len(shape) != 2 or parts[0].nbytes != -(-numel // 2):
+    if len(shape) != 2 or min(shape) < 0 or parts[0].nbytes != -(-numel // 2):
         raise checkpoint.wrong(parts[0])
     sizes = {"quant_map": 16}
     if nested > 0:

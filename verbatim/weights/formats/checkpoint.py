@@ -91,7 +91,7 @@ class QuantizedCheckpoint:
                 f"{self.folder}: config.json: {name}={str(value)[:80]!r} of its quantization is not "
                 f"supported: must be one of {list(allowed)}"
             )
-        return value
+        return allowed[allowed.index(value)] if allowed else value  # an integer in place of 4.0
 
     def group_size(self, depth: int, size: int) -> int | None:
         """Return the largest of `GROUP_SIZES` that divides `size` (0 or less: a row); None if none does."""

@@ -151,6 +151,7 @@ def read_hqq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]
         rows, size = codes.shape  # each row holds two groups
         if (
             codes.dtype is not torch.uint8
+            or width < 0
             or 2 * rows * size != width * depth
             or depth % max(1, size)
         ):
