@@ -69,6 +69,7 @@ def fill(
         kwargs = dict(pretrained_model_name_or_path=None, state_dict=lazy)
     # `empty.config` is that of the language model, without other towers.
     kwargs |= dict(config=empty.config, dtype=dtype, output_loading_info=True)
+    kwargs |= dict(ignore_mismatched_sizes=True)  # refused below
     try:
         with building, quiet():
             module, report = type(empty).from_pretrained(**kwargs)
@@ -93,16 +94,23 @@ def fill(
 
 def _refuse_missing(source: object, report: Mapping[str, Any], *, is_plain: bool) -> None:
     """Raise ModelError if transformers' loading report has missing weights or weights of another shape."""
-    for kind in ("missing_keys", "mismatched_keys"):
-        names, unused = (sorted(map(str, report[key])) for key in (kind, "unexpected_keys"))
-        if names:
-            what, hint = kind.replace("_keys", ""), ""
-            if unused and is_plain:
-                hint = (
-                    f"; the files have {unused[0]} and others that are not used: does config.json lack its "
-                    "quantization_config?"
-                )
-            raise ModelError(f"{source}: {len(names)} weights are {what}, such as {names[0]}{hint}")
+    missing, unused = (
+        sorted(map(str, report[f"{kind}_keys"])) for kind in ("missing", "unexpected")
+    )
+    if missing:
+        hint = ""
+        if unused and is_plain:
+            hint = (
+                f"; the files have {unused[0]} and others that are not used: does config.json lack its "
+                "quantization_config?"
+            )
+        raise ModelError(
+            f"{source}: {len(missing)} weights are missing, such as {missing[0]}{hint}"
+        )
+    for name, shape, expected in sorted(report["mismatched_keys"]):
+        raise ModelError(
+            f"{source}: {name} is {list(shape)}; by the config, it is {list(expected)}"
+        )
 
 
 def _hollow_parameters(module: nn.Module, in_memory: bool) -> dict[nn.Parameter, LazyWeight]:
