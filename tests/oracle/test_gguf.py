@@ -263,6 +263,25 @@ def test_damaged_scales_and_unused_tensors_are_rejected(tmp_path: Path) -> None:
     LLM(tmp_path, unused_weights="ignore").close()
 
 
+def test_float64_is_read_and_types_without_decoder_are_rejected(
+    module: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "toy.gguf"
+    for last in (None, "Q8_1"):
+        writer = gguf_writer(path, module.config, "qwen3")
+        for name, tensor in module.state_dict().items():
+            data, kind = tensor.double().numpy(), None
+            if name.endswith("1.mlp.up_proj.weight") and last is not None:
+                data, kind = np.zeros((len(data), 80), np.uint8), gguf.GGMLQuantizationType[last]
+            writer.add_tensor(gguf_name(name), data, raw_shape=data.shape, raw_dtype=kind)
+        save_gguf(writer)
+        if last is None:
+            with LLM(path, dtype="float32") as llm, LLM(module) as expected:
+                assert llm.score([[3, 4, 5]]) == expected.score([[3, 4, 5]])
+    with pytest.raises(NotSupported, match=r"ffn_up\.weight: the gguf package can't decode Q8_1"):
+        LLM(path)
+
+
 def test_integer_weights_and_out_of_range_sizes_are_rejected(tmp_path: Path) -> None:
     odd = make_toy("qwen3", **SHAPE)
     write(path := tmp_path / "toy.gguf", odd, "F32")

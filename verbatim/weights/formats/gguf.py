@@ -36,7 +36,12 @@ from verbatim.weights.skeleton import fill
 
 _PACKAGES = {"gguf": "gguf", "accelerate": "accelerate"}
 _SHARD_SUFFIX = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 # transformers' tensor processors that work on tensors without data.
 _PROCESSORS = (
     "TensorProcessor",
@@ -271,7 +276,10 @@ def _lazy(path: Path, tensor: Any, dtype: torch.dtype, stamp: Any) -> LazyWeight
     def decode(raw: Tensor) -> Tensor:
         from gguf import dequantize
 
-        values = torch.from_numpy(dequantize(raw.numpy(), kind))
+        try:
+            values = torch.from_numpy(dequantize(raw.numpy(), kind))
+        except NotImplementedError:
+            raise NotSupported(f"{full_name}: the gguf package can't decode {kind.name}") from None
         return values.to(dtype)
 
     return Computed(decode, (stored,), shape=shape, dtype=dtype)
