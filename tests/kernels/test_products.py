@@ -133,7 +133,9 @@ def test_products_of_empty_batched_and_nan_inputs(backend: str, dtype: torch.dty
     assert linear(x, weight).isnan().tolist() == [[True] * 5, [False] * 5]
 
 
-def test_mismatched_shapes_and_unknown_kernels_are_rejected() -> None:
+def test_mismatched_shapes_and_unknown_kernels_are_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(ValueError, match=r"\(2, 5\), \(3, 4\)"):
         linear(rand(2, 5), rand(3, 4))
     with pytest.raises(ValueError, match="do not fit"):
@@ -141,6 +143,12 @@ def test_mismatched_shapes_and_unknown_kernels_are_rejected() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         matmul(rand(2, 4), rand(3, 4, 5))
     with pytest.raises(NotSupported, match="quantum"), kernels.using("quantum"):
+        linear(rand(2, 4), rand(3, 4))
+    monkeypatch.setattr(
+        kernels, "_select", kernels._select.__wrapped__
+    )  # not what it returned before
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(NotSupported, match="TRITON_INTERPRET=1"), kernels.using("triton"):
         linear(rand(2, 4), rand(3, 4))
 
 

@@ -113,6 +113,10 @@ def numerics_key(
 
 @functools.cache
 def _select(name: str | None, names: tuple[str, ...]) -> str | None:
+    if name == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise NotSupported(
+            "VERBATIM_KERNELS='triton': needs TRITON_INTERPRET=1; a GPU uses Triton without it"
+        )
     if name in ("none", "triton"):
         return None
     if name:
@@ -129,11 +133,7 @@ def uses_triton(device: torch.device) -> bool:
     override = _override.name
     if device.type == "cuda":
         return override is None
-    if device.type != "cpu" or (override or requested()) != "triton":
-        return False
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError("VERBATIM_KERNELS=triton on the CPU also requires TRITON_INTERPRET=1")
-    return True
+    return device.type == "cpu" and (override or requested()) == "triton"
 
 
 def without_overrides(function: Callable[_P, _T]) -> Callable[_P, _T]:
