@@ -566,6 +566,15 @@ def test_modelopt_block_scales_may_have_four_dimensions(tmp_path: Path) -> None:
         assert llm.score(PROMPTS[0]) == expected
 
 
+def test_zero_points_of_few_rows_are_read(tmp_path: Path) -> None:
+    """The rows of their words, such as those of Qwen's `shared_expert_gate`, fill a single word."""
+    stored, values = w.packed(symmetric=False)(torch.randn(1, 96))
+    path = tmp_path / "model.safetensors"
+    save_file({f"gate.{name}": tensor.contiguous() for name, tensor in stored.items()}, path)
+    decoded = decode(tmp_path, tensors_of([path]), _WITH_ZEROS, torch.float32)
+    assert torch.equal(materialize(decoded["gate.weight"], read_stored), values)
+
+
 def test_zero_matrix_with_zero_scales_is_read(tmp_path: Path) -> None:
     module = written("modelopt-nvfp4", tmp_path)
 

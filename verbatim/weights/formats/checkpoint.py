@@ -211,5 +211,6 @@ def packed_codes(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
 
 def nibbles(words: Tensor, bits: int) -> Tensor:
     """Unpack int32 words `[..., n]` to codes `[..., n * 32 / bits]`, lowest bits first."""
-    data = words.contiguous().view(torch.uint8)
+    # Flat, as the last stride of a transposed row is not 1, although it is contiguous.
+    data = words.flatten().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
     return data if bits == 8 else unfold(data, 1)
