@@ -569,9 +569,27 @@ def test_modelopt_block_scales_may_have_four_dimensions(tmp_path: Path) -> None:
 def test_zero_points_of_few_rows_are_read(tmp_path: Path) -> None:
     """The rows of their words, such as those of Qwen's `shared_expert_gate`, fill a single word."""
     stored, values = w.packed(symmetric=False)(torch.randn(1, 96))
-    path = tmp_path / "model.safetensors"
+    check_decoded(tmp_path, stored, values, _WITH_ZEROS)
+
+
+def test_last_block_of_nf4_may_be_short(tmp_path: Path) -> None:
+    stored, values = w.nf4()(torch.randn(2, 96))
+    state = json.loads(bytes(stored.pop(key := "weight.quant_state.bitsandbytes__nf4").tolist()))
+    text = json.dumps(state | dict(shape=[1, 160])).encode()
+    stored["weight"] = stored["weight"][:80]
+    check_decoded(
+        *(tmp_path, stored | {key: torch.tensor(list(text), dtype=torch.uint8)}),
+        *(values.view(1, -1)[:, :160], _BNB),
+    )
+
+
+def check_decoded(
+    folder: Path, stored: dict[str, torch.Tensor], values: torch.Tensor, config: dict[str, Any]
+) -> None:
+    """Check the values of a single matrix that is stored in a quantized format."""
+    path = folder / "model.safetensors"
     save_file({f"gate.{name}": tensor.contiguous() for name, tensor in stored.items()}, path)
-    decoded = decode(tmp_path, tensors_of([path]), _WITH_ZEROS, torch.float32)
+    decoded = decode(folder, tensors_of([path]), config, torch.float32)
     assert torch.equal(materialize(decoded["gate.weight"], read_stored), values)
 
 

@@ -72,7 +72,9 @@ def _four_bits(checkpoint: QuantizedCheckpoint, name: str, kind: Encoding) -> La
 
     def codes(words: Tensor, absmax: Tensor, _: Tensor, *nests: Tensor) -> Any:
         code, peaks = flat(words, absmax, *nests)
-        return code.view(shape), peaks.repeat_interleave(block // size).view(shape[0], -1), 0.0
+        # The last block may be short.
+        scales = peaks.repeat_interleave(block // size)[: numel // size]
+        return code.view(shape), scales.view(shape[0], -1), 0.0
 
     def values(words: Tensor, absmax: Tensor, table: Tensor, *nests: Tensor) -> Tensor:
         code, peaks = flat(words, absmax, *nests)
