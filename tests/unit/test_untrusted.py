@@ -302,6 +302,11 @@ def test_unused_tensor_is_rejected_unless_ignored(folder: Path, placement: Any) 
     refused(folder, r"unused_weights='no': must be one of", placement, unused_weights="no")
 
 
+def test_unreadable_file_that_is_not_needed_is_ignored(folder: Path) -> None:
+    (folder / "README.md").symlink_to("/proc/self/mem")  # reading it fails
+    assert len(opened(folder)) == 6
+
+
 def test_git_lfs_pointer_is_rejected_with_the_reason(folder: Path) -> None:
     text = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2\nsize 12345\n"
     (folder / "model.safetensors").write_text(text)

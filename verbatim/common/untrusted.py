@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -52,7 +53,7 @@ def refuse_lfs_pointer(path: Path) -> None:
     """Raise ModelError if `path` is a Git LFS pointer, which means that the file itself was not fetched."""
     if not path.is_file() or path.stat().st_size > _MAX_POINTER_BYTES:
         return
-    with path.open("rb") as file:
+    with suppress(OSError), path.open("rb") as file:  # reported where the file is needed
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise ModelError(
                 f"{path} is a Git LFS pointer, not the file that it stands for; fetch it: git lfs pull"
