@@ -400,6 +400,7 @@ RAW = {
     "properties": {
         "text": {"type": "string"},
         "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        "nan": {"type": ["number", "string"]},
         "flag": {"type": "boolean"},
         "list": {"type": "array", "items": {"type": "string"}},
         "any": {},
@@ -411,6 +412,7 @@ RAW = {
 WRITTEN = {  # unquoted text written by a model, and its value
     "text": ('5 </tool_call>\n "', '5 </tool_call>\n "'),
     "maybe": ("null", None),
+    "nan": ("NaN", "NaN"),
     "flag": ("True", True),
     "list": ('["</arg_value>"]', ["</arg_value>"]),
     "any": ('{"a": 1}', {"a": 1}),

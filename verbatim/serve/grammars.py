@@ -79,7 +79,7 @@ def overlap(text: str, *marks: str) -> int:
 # ---- arguments
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-_DECODER = json.JSONDecoder()
+_DECODER = json.JSONDecoder(parse_constant=int)  # raises ValueError: JSON has no NaN or Infinity
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's spelling: JSON's
 _KINDS: dict[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object",
@@ -303,7 +303,7 @@ def _raw_to_json(text: str, kinds: set[str] | None) -> str:
     if kinds != {"string"}:
         word = _WORDS.get(text, text)
         try:
-            kind = _KINDS[type(json.loads(word))]
+            kind = _KINDS[type(_DECODER.decode(word))]
         except (ValueError, RecursionError):
             kind = "string"
         types = {kind, "number"} if kind == "integer" else {kind}
