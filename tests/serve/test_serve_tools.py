@@ -497,6 +497,8 @@ CHANNELS = {
     "<|channel|>analysis<|message|>A <|en": ("A <|en", "", []),
     '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a': (
         "", '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a', []),
+    "<|channel|>commentary to=functions.f json<|message|>": (
+        "", "<|channel|>commentary to=functions.f json<|message|>", []),
 }  # fmt: skip
 
 

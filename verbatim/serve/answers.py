@@ -199,7 +199,7 @@ class ChannelReader(Reader):
                     keep = 0 if self._last else overlap(self._rest, *_ENDS)
                     yield self._part(header, calls, self._take(len(self._rest) - keep))
                 yield None
-                while not self._rest:
+                while not self._rest and not self._last:
                     yield None
             yield self._part(header, calls, self._take(end.start()))
             if end[0] not in (START, CHANNEL):
