@@ -169,3 +169,12 @@ def test_tokenize_counts_messages_as_chat_does():
         assert count == chat["usage"]["prompt_tokens"]
         named = [{"role": "user", "content": "Hi", "name": "Ann"}]
         assert "messages[0].name" in server.refused("/tokenize", {"messages": named})["message"]
+
+
+def test_structured_output_is_the_whole_text_of_gpt_oss():
+    """Only before tool calls, the model may also write in the channel `commentary`, which is text."""
+    with talking(HARMONY, added=True, special=True) as server:
+        end = server.llm.tokenizer.hf.get_added_vocab()["<|end|>"]
+        body = ASK | {"choice": ["yes"], "n": 4, "logit_bias": {str(end): 4.0}}
+        for choice in server.post("/v1/chat/completions", **body)["choices"]:
+            assert "yes".startswith(choice["message"]["content"])

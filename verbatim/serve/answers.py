@@ -313,9 +313,9 @@ class Answers:
         return f"{answer}start: {first} answer\n{rules}"
 
     def _channels(self, structure: str, answer: str) -> str:
-        """Return gpt-oss' grammar: analysis and commentary messages, then one with the structure."""
+        """Return gpt-oss' grammar: reasoning, then the structure; with tools, also text before calls."""
         lark = self._marks.lark
-        final = f'{lark(CHANNEL)} "final"'
+        final, notes = f'{lark(CHANNEL)} "final"', '"analysis"'
         start = f"start: note* {final} {lark(MESSAGE)} answer\n"
         if structure == "json_schema":
             start = start.replace(lark(MESSAGE), f'(" " {lark(CONSTRAIN)} "json")? {lark(MESSAGE)}')
@@ -323,7 +323,8 @@ class Answers:
             assert self.use is not None
             text = "" if self.use.required else f" | {final} {lark(MESSAGE)} NOTE"
             start, answer = f"start: note* (call{text})\n", self.use.call_rules()
+            notes = '("analysis" | "commentary")'
         return (
-            f'{answer}{start}note: {lark(CHANNEL)} ("analysis" | "commentary") {lark(MESSAGE)} NOTE '
+            f"{answer}{start}note: {lark(CHANNEL)} {notes} {lark(MESSAGE)} NOTE "
             f'{lark("<|end|>")} {lark(START)} "assistant"\n{text_without("NOTE", HARMONY)}'
         )
