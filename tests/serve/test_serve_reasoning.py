@@ -85,6 +85,15 @@ def test_grammar_error_names_its_own_line(served):
     assert "at 2(" in error["message"]
 
 
+def test_error_of_a_derived_grammar_names_the_field(served):
+    parameters = {"type": "object", "properties": {"a": {"type": "odd"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    for name, value in (("regex", "("), ("tools", tools)):
+        error = served.refused("/v1/chat/completions", ASK | LOW | {name: value})
+        assert error["param"] == name
+        assert error["message"].startswith(f"{name}: ")
+
+
 def test_usage_counts_reasoning_tokens(served):
     body = ASK | LOW | {"logit_bias": served.bias, "logprobs": True}
     whole = served.post("/v1/chat/completions", **body)

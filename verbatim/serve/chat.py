@@ -25,7 +25,7 @@ from verbatim.serve.fields import (
 )
 from verbatim.serve.formats import ToolUse, call_of
 from verbatim.serve.grammars import ANY_OBJECT
-from verbatim.serve.service import Service
+from verbatim.serve.service import Reservation, Service
 from verbatim.text.chat import render_chat
 
 Body = TypeVar("Body", bound=Sampling)
@@ -117,6 +117,16 @@ class ConversationRequest(ApiRequest[Body]):
             return [ids], self.params
         structure: dict[str, Any] = dict.fromkeys(STRUCTURES) | {"grammar": grammar}
         return [ids], self.params.replace(**structure)
+
+    async def _admit(self, reservation: Reservation) -> list[Request]:
+        try:
+            return await super()._admit(reservation)
+        except InvalidRequest as error:
+            field = self.params.structure if self.answers.use is None else "tools"
+            if not str(error).startswith("grammar: ") or field == "grammar":
+                raise
+            # The client sent another field, from which the grammar was made.
+            raise InvalidRequest(str(error).replace("grammar", str(field), 1)) from None
 
     def parts_of(self, piece: Completion | Delta) -> list[Part]:
         """Return the new text, reasoning and calls of a completion."""
