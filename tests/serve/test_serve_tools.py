@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,6 +102,24 @@ def test_named_tool_is_called(served):
         calls = [call for c in choices for call in c["message"].get("tool_calls", [])]
         check(calls)
         assert {call["function"]["name"] for call in calls} == {name}
+
+
+def test_large_tools_and_histories_are_tokenized_apart_from_other_requests(served, monkeypatch):
+    threads: list[str] = []
+
+    def render(*arguments: Any, **variables: Any) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return [0]
+
+    monkeypatch.setattr("verbatim.serve.chat.render_chat", render)
+    monkeypatch.setattr("verbatim.serve.native.render_chat", render)
+    function = {"name": "f", "description": "x" * 70_000}
+    tools = [{"type": "function", "function": function}]
+    served.post("/v1/chat/completions", **ASK | {"tools": tools, "max_tokens": 1})
+    call = {"name": "f", "arguments": json.dumps("x" * 70_000)}
+    calls = [{"type": "function", "id": "c", "function": call}]
+    served.post("/tokenize", messages=[{"role": "assistant", "tool_calls": calls}])
+    assert [name.rpartition("_")[0] for name in threads] == ["verbatim-large-inputs"] * 2
 
 
 CHOICES: list[dict[str, Any]] = [

@@ -110,7 +110,7 @@ class ConversationRequest(ApiRequest[Body]):
         tokenizer = self.service.tokenizer
         ids = await self.service.in_thread(
             lambda: render_chat(tokenizer, self._messages, **self._variables),
-            num_chars=sum(len(message["content"]) for message in self._messages),
+            num_chars=len(str([self._messages, self._variables])),  # tools may be large, too
         )
         self.answers.note_prompt(tokenizer.decode(ids[-_TAIL_IDS:], False))
         if (grammar := self.answers.grammar(self.params)) is None:

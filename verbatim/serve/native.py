@@ -166,8 +166,7 @@ async def tokenize(service: Service, body: Tokenize) -> dict[str, Any]:
 
     messages = [message_of(message) for message in body.messages or ()]
     adapt_messages(messages, template_of(service, tools=False))
-    num_chars = len(body.text or "") + sum(len(message["content"]) for message in messages)
-    ids = await service.in_thread(ids_of, num_chars=num_chars)
+    ids = await service.in_thread(ids_of, num_chars=len(body.text or str(messages)))
     answer = {"ids": ids, "count": len(ids), "max_length": service.llm.max_length}
     if body.return_tokens:
         answer["tokens"] = map(service.texts.text, ids)
