@@ -590,8 +590,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "twice": (dict(input_ids=ROWS), "input_ids"),
     "vocabulary": (dict(suppress_tokens=[999]), "999"),
     "stop_number": (dict(stop_strings=3), "stop_strings=3: must be a string"),
+    "stop_none": (dict(stop_strings=[]), "must be a string or a list"),
     "decay": (dict(exponential_decay_length_penalty=[]), "logits processors: IndexError"),
     "watermark": (dict(watermarking_config={"a": 1}), "watermarking_config="),
+    "watermark_kind": (dict(watermarking_config=3), "must be a WatermarkingConfig"),
     "large_pad": (dict(pad_token_id=2**70), "pad_token_id="),
     "large_eos": (dict(eos_token_id=2**70), "eos_token_id="),
 }

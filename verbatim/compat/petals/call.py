@@ -228,7 +228,8 @@ def _criteria(
     checks, strings = list[Any](criteria or ()), settings["stop_strings"]
     if strings is not None:
         each = [strings] if isinstance(strings, str) else strings
-        if not isinstance(each, list | tuple) or not all(isinstance(s, str) and s for s in each):
+        are_texts = isinstance(each, list | tuple) and all(isinstance(s, str) and s for s in each)
+        if not are_texts or not each:
             raise InvalidRequest(f"stop_strings={strings!r}: must be a string or a list of strings")
         from transformers import StopStringCriteria
 
@@ -377,14 +378,18 @@ class Processors:
 
 
 def _watermark(config: Any) -> Any:
-    if isinstance(config, dict):
-        from transformers import WatermarkingConfig
+    if config is None:
+        return None
+    from transformers import WatermarkingConfig
+    from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
+    if isinstance(config, dict):
         try:
             config = WatermarkingConfig.from_dict(config)
         except (TypeError, ValueError) as error:
             raise InvalidRequest(f"watermarking_config={config!r}: {error}") from error
-    if config is not None and type(config).__name__ != "WatermarkingConfig":
+    check_kind("watermarking_config", config, BaseWatermarkingConfig, "a WatermarkingConfig")
+    if not isinstance(config, WatermarkingConfig):
         raise NotSupported(
             f"watermarking_config={type(config).__name__}: its processor remembers earlier calls, and "
             "a processor here must depend on ids and logits alone; WatermarkingConfig does"
