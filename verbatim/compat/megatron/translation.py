@@ -292,7 +292,7 @@ def _caller_ids(request: InferenceRequest) -> list[int] | None:
     if tokens is None:
         return None
     try:
-        ids = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
+        ids = list(tokens.tolist() if isinstance(tokens, Tensor) else tokens)
     except TypeError:
         raise InvalidRequest(
             f"prompt_tokens={tokens!r}: must be a list or a tensor of ids"
