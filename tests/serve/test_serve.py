@@ -192,6 +192,13 @@ def test_echo_returns_prompt_with_logprobs_equal_to_score(served):
     assert error["param"] == "max_tokens"
 
 
+def test_text_offset_counts_a_character_of_several_tokens_once(served):
+    body = {"prompt": "🦊 fox", "echo": True, "max_tokens": 0, "logprobs": 0}
+    (choice,) = served.post("/v1/completions", **body)["choices"]
+    assert choice["logprobs"]["tokens"][-1] == " fox"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 1]
+
+
 def test_stop_string_ends_text_and_is_reported(served):
     text = served.post("/v1/completions", prompt=PROMPT, **SEEDED)["choices"][0]["text"]
     stop = text.split()[-2]

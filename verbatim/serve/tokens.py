@@ -100,8 +100,11 @@ class TokenTexts:
         }
 
     def length(self, token_id: int) -> int:
-        """Return the number of characters of a token's text."""
-        return len(self.text(token_id))
+        """Return the number of characters of a token's text; of a part of a character, if it begins there."""
+        text, raw = self._text_and_bytes(token_id)
+        if text.startswith("bytes:"):
+            return sum(byte & 0xC0 != 0x80 for byte in raw)
+        return len(text)
 
     def _by_text(self, best: TopLogprobs, token_id: int, p: float) -> dict[str, float]:
         """Return log-probs by text, always with the drawn token. For equal texts, the likelier id counts."""
