@@ -272,24 +272,20 @@ def test_missing_and_damaged_checkpoints_are_reported(folder: Folder, tmp_path: 
         LLM(folder.path)
 
 
-def test_missing_weights_are_rejected(folder: Folder) -> None:
-    folder.edit(num_hidden_layers=4)
-    with pytest.raises(ModelError, match="weights are missing"):
-        LLM(folder.path)
+def test_missing_weights_and_unsupported_architectures_are_rejected(folder: Folder) -> None:
+    for changes, error, message in (
+        (dict(num_hidden_layers=4), ModelError, "weights are missing"),
+        (dict(model_type="alien"), UnsupportedModel, "alien"),
+        (dict(model_type="vit"), UnsupportedModel, "'vit' is not a causal language model"),
+    ):
+        folder.edit(architectures=["AlienForCausalLM"], **changes)
+        with pytest.raises(error, match=message):
+            LLM(folder.path)
 
 
 def test_weights_of_another_shape_are_rejected(folder: Folder) -> None:
     folder.edit(intermediate_size=48)
     with pytest.raises(ModelError, match=r"down_proj\.weight is \[64, \d+\]; .* it is \[64, 48\]"):
-        LLM(folder.path)
-
-
-def test_unsupported_architectures_are_rejected_by_name(folder: Folder) -> None:
-    folder.edit(model_type="alien", architectures=["AlienForCausalLM"])
-    with pytest.raises(UnsupportedModel, match="alien"):
-        LLM(folder.path)
-    folder.edit(model_type="vit")
-    with pytest.raises(UnsupportedModel, match="'vit' is not a causal language model"):
         LLM(folder.path)
 
 
