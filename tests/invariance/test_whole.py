@@ -169,11 +169,20 @@ def test_edited_layer_types_take_effect(in_place: bool) -> None:
     model = make_toy("gemma3")
     decoder, plain, types = whole(model), Decoder(model, fused=False), [*model.config.layer_types]
     before = outputs(decoder)
+    model.model.layers[0].self_attn.sliding_window = None
     if in_place:
         model.config.layer_types[0] = types[1]
     else:
         model.config.layer_types = [types[1], *types[1:]]
     assert outputs(decoder) == outputs(plain) != before
+
+
+def test_settings_without_effect_on_forward_do_not_slow_it_down(runs: list[bool]) -> None:
+    model = make_toy("llama")
+    decoder = whole(model)
+    model.config.use_cache, model.config.pad_token_id = False, 7
+    outputs(decoder)
+    assert runs and all(runs)
 
 
 @pytest.mark.parametrize(

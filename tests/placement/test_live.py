@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ from torch.nn.utils import parametrize
 
 import verbatim
 from support.programs import PATIENCE_S, in_thread
-from support.toys import make_toy, random_ids
+from support.toys import make_toy, random_ids, scores_of
 from verbatim import LLM, InvalidRequest, SamplingParams, VerbatimError
 from verbatim.api.tensors import _engines
+from verbatim.errors import ModelChanged, UnsupportedModel
 from verbatim.model import patching
 
 PROMPT = random_ids(12, seed=8)
@@ -113,6 +115,48 @@ def test_opening_runs_no_user_hooks() -> None:
         greedy(llm)
         assert calls.count(1) == 10 and calls.count(2) == 10
     assert len(model._forward_hooks) == 1
+
+
+def edited(path: str, name: str, value: Any) -> Callable[[Any], Any]:
+    return lambda m: setattr(m.get_submodule(path), name, value)
+
+
+@pytest.mark.parametrize(
+    ("toy", "edit"),
+    [
+        ("qwen3_moe", edited("model.layers.1.mlp.experts", "act_fn", nn.Tanh())),
+        ("qwen3_moe", edited("model.layers.1.mlp.gate", "norm_topk_prob", True)),
+        ("gpt_oss", edited("model.layers.1.mlp.experts", "limit", 0.3)),
+    ],
+)
+def test_edited_module_gives_scores_of_module_forward(toy: str, edit: Any) -> None:
+    model = make_toy(toy)
+    with LLM(model) as llm:
+        before = llm.score(PROMPT)[1:]
+        edit(model)
+        expected = scores_of(model, PROMPT)
+        after = llm.score(PROMPT)[1:]
+        assert after == pytest.approx(expected.tolist(), abs=1e-4) and after != before
+    with LLM(model) as llm:
+        assert llm.score(PROMPT)[1:] == after
+
+
+@pytest.mark.parametrize(
+    ("toy", "edit", "error"),
+    [
+        # Its layers keep their window; their mask, and so the module's own forward, does not.
+        ("gemma2", lambda m: setattr(m.config, "sliding_window", 3), UnsupportedModel),
+        ("gemma2", lambda m: m.config.layer_types.reverse(), UnsupportedModel),
+        ("qwen3_moe", edited("model.layers.1.mlp.gate", "top_k", 1), ModelChanged),
+    ],
+)
+def test_edit_that_contradicts_layers_is_rejected(toy: str, edit: Any, error: Any) -> None:
+    model = make_toy(toy, num_hidden_layers=2)
+    with LLM(model) as llm:
+        llm.score(PROMPT)
+        edit(model)
+        with pytest.raises(error):
+            llm.score(PROMPT)
 
 
 def test_hook_and_parametrization_affect_generation_like_module_forward() -> None:

@@ -21,13 +21,13 @@ from verbatim.kv.flat import HiddenStore
 from verbatim.kv.store import KVStore
 from verbatim.model.context import ForwardContext, activate, head_of, hidden_rows, record_values
 from verbatim.model.experts import how_run, needs_sync
-from verbatim.model.fingerprint import Tree, has_global_hooks
+from verbatim.model.fingerprint import Fingerprint, Place, Tree, has_global_hooks, numbers_of
 from verbatim.model.flat import BLOCK_SIZE, FlatContext, logits_of, noise_store, span_batch
 from verbatim.model.fused import FusedLayers
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.lora import Adapters
 from verbatim.model.patching import exclusive, patched, replaced_forwards, without_torch_modes
-from verbatim.model.quantized import weights_of
+from verbatim.model.quantized import is_linear, weights_of
 from verbatim.model.routing import Records, Routing
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.trial import inspect_model
@@ -178,10 +178,15 @@ class Decoder:
             and self.spec.dtype in SUFFIX
             and any(weight.numel() >= _TEAM_NUMBERS for weight in weights_of(module))
         )
+        covered = {id(fields) for fields, _ in self._unfused}
+        # Inspection and replaced forwards depend on these; other modules read their numbers when they run.
+        modules = [m for m in module.modules() if id(m.__dict__) in covered and not is_linear(m)]
+        configs = self._tree.configs
+        kinds = [Place(config.__dict__, "layer_types") for config in configs]
+        self._numbers = Fingerprint([], [*numbers_of(modules, configs), *kinds])
         # The override must cover the whole forward in three cases: micro-batches alternate within a forward
         # and share the thread's override; foreign code may have branches that inspection did not run; a
         # forward replaced on an instance is not wrapped.
-        covered = {id(fields) for fields, _ in self._unfused}
         calling = [m for m in module.modules() if type(m) in callers]
         self._override_all = bool(calling) and (
             self._order is not None
@@ -218,7 +223,7 @@ class Decoder:
         """
         with exclusive:
             module = self.raw_module
-            if not self.is_editable or self._tree.unchanged():
+            if not self.is_editable or (self._tree.unchanged() and self._numbers.same_values()):
                 return
             before, now = self.spec, inspect_model(module)
             for name, old, new in (
@@ -281,7 +286,7 @@ class Decoder:
         """Drop the references to the module."""
         self._module = lambda: None
         self.adapters, self.steps = Adapters(self.spec.dtype), None
-        for name in ("_tree", "_forwards", "_unfused", "_layers", "_wants_team"):
+        for name in ("_tree", "_numbers", "_forwards", "_unfused", "_layers", "_wants_team"):
             vars(self).pop(name, None)
 
     def run(

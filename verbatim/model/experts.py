@@ -40,6 +40,7 @@ _T = TypeVar("_T")
 UNGATED, SPLIT, SPLIT_WIDE, CLAMPED_PAIRS, CLAMPED_HALVES, CLAMPED_SPLIT, SOFTCAPPED = range(7)
 _CLAMPED = (CLAMPED_PAIRS, CLAMPED_HALVES, CLAMPED_SPLIT)
 _LIMITED = (*_CLAMPED, SOFTCAPPED)  # with limits, and an activation of their own
+_NUMBERS = ("limit", "swiglu_limit", "alpha", "swiglu_alpha")  # attributes of clamped gates
 
 
 @struct_layout("Matrix first\nL data_step bias_step")
@@ -184,6 +185,8 @@ class ExpertsParts:
             if self.norm is None:
                 raise NotFusable("the norm after its experts is not a known kind of RMS norm")
         self.glu, self.alpha, self.limit = _glu_of(experts) if gated else (UNGATED, 0.0, 0.0)
+        self._act: Any = _act_of(experts)
+        self._numbers = Fingerprint([], [Place(experts.__dict__, name) for name in _NUMBERS])
         self.tensors: list[Place] = [
             p for s in (*self.inputs, self.down) for p in (s.weight, s.bias)
         ]
@@ -206,8 +209,12 @@ class ExpertsParts:
     @cached_property
     def activation(self) -> Activation | None:
         """The activation, None if the kernels lack it. Determined by a trial of enabled kernels."""
-        act: Any = _act_of(self.module)
-        return None if act is None else activation_of(act)
+        return None if self._act is None else activation_of(self._act)
+
+    def is_current(self) -> bool:
+        """Return whether the module was neither quantized nor given another gate."""
+        same_act = _act_of(self.module) is self._act
+        return same_act and self.tensors[0].tensor is not None and self._numbers.same_values()
 
     def struct(self, dtype: torch.dtype) -> ExpertsStruct:
         """Return the kernels' struct for `dtype`, at a fixed address; raise NotFusable if unsupported."""
@@ -264,12 +271,11 @@ class ExpertsParts:
 
     def _gate(self, x: Tensor) -> Tensor:
         """Apply activation and gate to the input products `x` `[n, width]`; return the input of `down`."""
-        experts: Any = self.module
         if elementwise.supports(x) and (self.glu in _LIMITED or self.activation is not None):
             return self._gate_in_kernel(x)
         if self.glu in _LIMITED:
             return _limited(x, self.glu, self.alpha, self.limit)
-        act: Any = _act_of(experts)
+        act = self._act
         if self.glu == UNGATED:
             return act(x)  # type: ignore[no-any-return]
         gate, up = x.chunk(2, -1)
@@ -315,8 +321,8 @@ _parts: weakref.WeakKeyDictionary[nn.Module, ExpertsParts] = weakref.WeakKeyDict
 def parts_of(experts: nn.Module) -> ExpertsParts:
     """Return the cached parts of an experts module; raise NotFusable if its class is unknown."""
     parts = _parts.get(experts)
-    if parts is None or parts.tensors[0].tensor is None:
-        parts = _parts[experts] = ExpertsParts(experts)  # rebuilt after quantization
+    if parts is None or not parts.is_current():
+        parts = _parts[experts] = ExpertsParts(experts)
     return parts
 
 

@@ -34,8 +34,8 @@ class Place(NamedTuple):
 
 # Attributes that change while a module is patched or depend on its caller, or that no forward reads.
 _IGNORED = frozenset(
-    "training _attn_implementation_internal _experts_implementation_internal _is_hf_initialized "
-    "_is_full_backward_hook".split()
+    "training gradient_checkpointing use_cache _attn_implementation_internal "
+    "_experts_implementation_internal _is_hf_initialized _is_full_backward_hook".split()
 )
 _modules, _parameters = attrgetter("_modules"), attrgetter("_parameters")
 _version, _training = attrgetter("_version"), attrgetter("training")
@@ -131,10 +131,11 @@ def _distinct(places: Iterable[Place]) -> tuple[list[dict[str, Any]], list[str]]
     return [fields for fields, _ in distinct.values()], [name for _, name in distinct.values()]
 
 
-def numbers_of(modules: list[nn.Module]) -> list[Place]:
-    """Return the places of numbers and strings that forwards may depend on, including those of configs."""
+def numbers_of(modules: list[nn.Module], configs: Iterable[Any] = ()) -> list[Place]:
+    """Return the places of numbers and strings of modules, of their configs and of `configs`."""
     fields = [m.__dict__ for m in dict.fromkeys(modules)]
-    configs = [f["config"].__dict__ for f in fields if hasattr(f.get("config"), "__dict__")]
+    owned = (f["config"] for f in fields if hasattr(f.get("config"), "__dict__"))
+    configs = [config.__dict__ for config in chain(configs, owned)]
     return [
         Place(values, name)
         for values in (*fields, *{id(c): c for c in configs}.values())
