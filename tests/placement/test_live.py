@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 import verbatim
 from support.programs import PATIENCE_S, in_thread
@@ -117,6 +117,10 @@ def test_opening_runs_no_user_hooks() -> None:
     assert len(model._forward_hooks) == 1
 
 
+def pruned(path: str) -> Callable[[Any], Any]:
+    return lambda m: prune.l1_unstructured(m.get_submodule(path), "weight", amount=0.5)
+
+
 def edited(path: str, name: str, value: Any) -> Callable[[Any], Any]:
     return lambda m: setattr(m.get_submodule(path), name, value)
 
@@ -127,6 +131,9 @@ def edited(path: str, name: str, value: Any) -> Callable[[Any], Any]:
         ("qwen3_moe", edited("model.layers.1.mlp.experts", "act_fn", nn.Tanh())),
         ("qwen3_moe", edited("model.layers.1.mlp.gate", "norm_topk_prob", True)),
         ("gpt_oss", edited("model.layers.1.mlp.experts", "limit", 0.3)),
+        ("llama", pruned("model.layers.1.mlp.up_proj")),
+        ("llama", pruned("model.norm")),
+        ("llama", pruned("lm_head")),
     ],
 )
 def test_edited_module_gives_scores_of_module_forward(toy: str, edit: Any) -> None:

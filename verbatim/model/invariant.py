@@ -331,12 +331,15 @@ _CALL = nn.Module._call_impl.__code__
 
 def _linear_forward(module: nn.Module, *, columns: bool = False) -> Callable[..., Tensor]:
     """Return a forward for a linear layer; with `columns` its weight is `[in, out]`, as in Conv1D."""
-    parameters, linear = module._parameters, products.linear
+    parameters: Any = module._parameters
+    linear = products.linear
 
     def forward(x: Tensor) -> Tensor:
-        weight = parameters["weight"]
-        assert weight is not None
-        return linear(x, weight.t() if columns else weight, parameters["bias"])
+        try:
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:  # computed by hooks, such as those that prune
+            weight, bias = module.weight, module.bias
+        return linear(x, weight.t() if columns else weight, bias)
 
     return forward
 

@@ -53,6 +53,11 @@ class Norm:
     eps_name: str | None
 
     @property
+    def is_complete(self) -> bool:
+        """Return False if the weight is not a parameter, but for example computed by hooks that prune."""
+        return self.weight_name is None or self.weight_name in self.module._parameters
+
+    @property
     def weight(self) -> Tensor | None:
         """The current weight."""
         return None if self.weight_name is None else self.module._parameters[self.weight_name]
@@ -123,6 +128,8 @@ def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
     original, kind, gate = type(module).forward, norm.kind, norm.gate
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not norm.is_complete:
+            return type(module).forward(module, x, *args, **kwargs)
         weight, bias = norm.weight, norm.bias
         if kind is NormKind.WIDE and weight is not None and weight.dtype is torch.float32:
             if x.dtype is not torch.float32 and not args and not kwargs:  # weight kept in float32

@@ -119,7 +119,9 @@ def matrix_of(linear: Any, dtype: torch.dtype) -> Matrix:
         data: Any = quantized.data
         packing, (cols, depth) = quantized.packing, quantized.shape
     elif is_linear(linear):
-        data, by_columns = linear._parameters["weight"], type(linear) is not nn.Linear
+        data, by_columns = linear._parameters.get("weight"), type(linear) is not nn.Linear
+        if data is None:
+            raise NotFusable("the weight of one of its linear layers is not a parameter")
         if by_columns and data.mT.is_contiguous():  # stored by rows (`weights/load.py`)
             data, by_columns = data.data.mT, False
         cols, depth = reversed(data.shape) if by_columns else data.shape
@@ -139,6 +141,8 @@ def norm_of(norm: Norm | None, dtype: torch.dtype, width: int, head_dim: int | N
     """Return the struct of a norm over `width` elements, or over the `head_dim` elements of each head."""
     if norm is None:
         return NormStruct(None, width, 0.0, NormKind.NONE)
+    if not norm.is_complete:
+        raise NotFusable("the weight of one of its norms is not a parameter")
     weight, bias = norm.weight, norm.bias
     norm_width = (head_dim or width) if weight is None else weight.shape[0]
     if norm_width not in (width, head_dim) or (bias is not None and bias.shape != (norm_width,)):
