@@ -148,6 +148,19 @@ def test_edited_module_gives_scores_of_module_forward(toy: str, edit: Any) -> No
         assert llm.score(PROMPT)[1:] == after
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_replaced_configs_do_not_join_sequences(fused: bool) -> None:
+    model = make_toy("llama")
+    with LLM(model, fused=fused) as llm:
+        before = llm.score([PROMPT, PROMPT[::-1]])
+        for layer in model.model.layers:
+            layer.self_attn.config = copy.deepcopy(model.config)
+        assert llm.score([PROMPT, PROMPT[::-1]]) == before
+    assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {
+        "sdpa"
+    }
+
+
 @pytest.mark.parametrize(
     ("toy", "edit", "error"),
     [

@@ -172,6 +172,7 @@ class Tree:
         self._root = weakref.ref(root)
         _, *self._inner = root.modules()
         self._fields: list[dict[str, Any]] = [_fields_of(m) for m in (root, *self._inner)]
+        self._with_config = [fields for fields in self._fields if "config" in fields]
         self._initial = self._current()
 
     @property
@@ -188,7 +189,10 @@ class Tree:
         return list({id(c): c for c in configs if hasattr(c, "_attn_implementation")}.values())
 
     def unchanged(self) -> bool:
-        """Return whether modules, their classes, forwards set on instances, and the dtype are unchanged."""
+        """Return whether modules, classes, configs, forwards set on instances, and the dtype are unchanged.
+
+        Values in configs may differ.
+        """
         return self._current() == self._initial
 
     def _current(self) -> tuple[Any, ...]:
@@ -198,6 +202,7 @@ class Tree:
             [*map(len, children)],
             [*map(id, chain.from_iterable(map(dict.values, children)))],
             [*map(dict.__contains__, self._fields, repeat("forward"))],
+            [*map(id, map(dict.get, self._with_config, repeat("config")))],
             next((p.dtype for p in modules[0].parameters()), None),
         )
 
