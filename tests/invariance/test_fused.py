@@ -291,6 +291,9 @@ EDITS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "gated norm": lambda m: setattr(mixer(m, 2).norm, "variance_epsilon", 0.5),
     },
     "gpt2": ALWAYS | {"hold by rows": hold_by_rows},
+    "granite_dense": {
+        "limits": lambda m: setattr(m.model.layers[0].mamba, "time_step_limit", (0.01, 0.02))
+    },
 }
 
 

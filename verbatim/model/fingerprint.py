@@ -132,7 +132,7 @@ def _distinct(places: Iterable[Place]) -> tuple[list[dict[str, Any]], list[str]]
 
 
 def numbers_of(modules: list[nn.Module], configs: Iterable[Any] = ()) -> list[Place]:
-    """Return the places of numbers and strings of modules, of their configs and of `configs`."""
+    """Return the places of numbers, strings and tuples of them in modules, their configs and `configs`."""
     fields = [m.__dict__ for m in dict.fromkeys(modules)]
     owned = (f["config"] for f in fields if hasattr(f.get("config"), "__dict__"))
     configs = [config.__dict__ for config in chain(configs, owned)]
@@ -140,8 +140,14 @@ def numbers_of(modules: list[nn.Module], configs: Iterable[Any] = ()) -> list[Pl
         Place(values, name)
         for values in (*fields, *{id(c): c for c in configs}.values())
         for name, value in values.items()
-        if name not in _IGNORED and (value is None or type(value) in (int, float, bool, str))
+        if name not in _IGNORED and _is_plain(value)
     ]
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is tuple:  # such as limits
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (int, float, bool, str)
 
 
 def tensors_of(modules: Iterable[nn.Module]) -> list[Place]:
