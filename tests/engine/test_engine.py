@@ -146,6 +146,17 @@ def test_prompt_logprobs_limit_rows_of_logits_per_forward(
         assert max(rows) <= most + len(prompts)
 
 
+def test_prompts_that_wait_for_rows_of_logits_cost_no_search_for_prefixes(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched, prefixes = [], llm.engine.scheduler.prefixes
+    search = prefixes.is_in_flight
+    monkeypatch.setattr(prefixes, "is_in_flight", lambda s: searched.append(s) or search(s))
+    llm.engine.scheduler.max_prompt_rows = 40
+    llm.score([random_ids(20, seed=n) for n in range(40)])
+    assert len(searched) < 4 * 40
+
+
 def test_top_logprobs_are_converted_to_text() -> None:
     with LLM() as llm:
         params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2)

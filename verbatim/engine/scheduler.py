@@ -139,9 +139,10 @@ class Scheduler:
             if before is not None and not _goes_before(sequence, before):
                 break
             if (
+                # First, as this is quick: thousands may wait for it.
+                (sequence.request.needs_prompt_rows and not work.prompt_rows)
                 # Another sequence is computing the same prefix.
-                (not sequence.blocks and self.prefixes.is_in_flight(sequence))
-                or (sequence.request.needs_prompt_rows and not work.prompt_rows)
+                or (not sequence.blocks and self.prefixes.is_in_flight(sequence))
                 or self._start_mask(sequence) is not None
             ):
                 index += 1
