@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
@@ -726,6 +726,22 @@ def test_group_over_max_waiting_is_rejected_as_a_whole() -> None:
             next(llm.stream(PROMPT, SHORT))
         llm.resume()
         assert [len(caller.result()) for caller in waiting] == [2, 1]
+
+
+def test_stream_is_abandoned_while_a_request_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may end a stream at any moment, here while the queue limit is checked."""
+    with LLM(make_toy("llama"), max_waiting=2, **SMALL) as llm:
+        streams = [llm.stream(PROMPT, SHORT), llm.stream(PROMPT, SHORT)]
+        deltas = [next(stream) for stream in streams]
+        check = llm.engine._engine.check_queue
+
+        def abandoned(requests: Iterable[Request]) -> Iterator[Request]:
+            for request in requests:
+                streams.clear()
+                yield request
+
+        monkeypatch.setattr(llm.engine._engine, "check_queue", lambda r: check(abandoned(r)))
+        assert len(llm.generate(PROMPT, SHORT)) == 1 and len(deltas) == 2
 
 
 # ---- scheduling between callers, without a model

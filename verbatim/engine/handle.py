@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 from verbatim.batch import dummy_batch
@@ -508,7 +507,7 @@ class EngineHandle:
             is_submitted = any(request.finished or request in self._calls for request in requests)
             if is_submitted or len(set(requests)) < len(requests):
                 raise InvalidRequest("a request can't be submitted twice")
-            self._engine.check_queue(chain(self._calls, requests))
+            self._engine.check_queue([*self._calls, *requests])
             if call.driven and self._thread is None:
                 if _interpreter_ends:
                     raise EngineClosed("the interpreter is ending")
