@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -348,6 +350,23 @@ def test_weight_sender_updates_weights(served: Served, weights: Any) -> None:
 def test_weight_sender_without_key_is_rejected(keyed: Served) -> None:
     with pytest.raises(VerbatimError, match="no API key"):
         rl.WeightSender(keyed.url, timeout_s=1)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"?\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}"]
+)
+def test_weight_sender_reports_a_damaged_answer(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with server.accept()[0] as connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        threading.Thread(target=serve).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(VerbatimError, match=url):
+            rl.WeightSender(url, timeout_s=PATIENCE_S)
 
 
 ADDRESS = {"master_address": "127.0.0.1", "master_port": 1, "key": "0" * 64, "num_bytes": 24}

@@ -11,6 +11,7 @@ import secrets
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from http.client import HTTPException
 from typing import Any
 
 from torch import Tensor
@@ -107,5 +108,5 @@ class WeightSender:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             raise VerbatimError(f"{path}: {error.read(4096).decode(errors='replace')}") from None
-        except OSError as error:
+        except (OSError, ValueError, HTTPException) as error:  # no connection, or a damaged answer
             raise VerbatimError(f"{self._url}: {first_line(error)}") from None
