@@ -386,7 +386,7 @@ def _schema(value: Any) -> str:
                 "a schema must be an object, true or false; for a pydantic model, pass "
                 "model_json_schema()"
             )
-        return json.dumps(parsed)
+        return json.dumps(parsed, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"json_schema is not a JSON schema: {error}") from None
 
@@ -396,17 +396,16 @@ def _as_choices(name: str, value: Any) -> Any:
     import torch
 
     try:
-        choices = torch.as_tensor(value)
-        integers = not (choices.is_floating_point() or choices.is_complex())
-        choices = choices if choices.dtype is torch.bool else choices.long()
+        choices = torch.as_tensor(value).detach().cpu().to_dense()
+        is_integer = choices.dtype is not torch.bool and torch.can_cast(choices.dtype, torch.int64)
+        if choices.ndim == 3 and is_integer:
+            return choices.long()
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidRequest(f"{name}: {error}") from None
-    if choices.ndim != 3 or not integers or choices.dtype is torch.bool:
-        raise InvalidRequest(
-            f"{name} is {choices.dtype} of shape {list(choices.shape)}: must be integers of "
-            "shape [tokens, layers, k]"
-        )
-    return choices.detach().cpu()
+    raise InvalidRequest(
+        f"{name} is {choices.dtype} of shape {list(choices.shape)}: must be integers of "
+        "shape [tokens, layers, k]"
+    )
 
 
 def _routing(routing: Any) -> Any:

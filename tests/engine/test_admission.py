@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,7 @@ from verbatim import (
         (dict(json_schema="{"), "json_schema is not a JSON schema"),
         (dict(json_schema=dict), r"not a JSON schema.* pass model_json_schema\(\)"),
         (dict(json_schema=[1]), "a schema must be an object, true or false"),
+        (dict(json_schema={"const": math.nan}), "not a JSON schema.* float"),
         (dict(regex=""), "regex=''"),
         (dict(grammar=3), "grammar=3"),
         (dict(choice="ab"), "choice='ab': must be a list"),
@@ -74,7 +76,8 @@ from verbatim import (
         (dict(cache_salt=b"x"), "cache_salt=b'x'"),
         (dict(adapter=3), "adapter=3"),
         (dict(record_routing=1), "record_routing=1: must be True or False"),
-        (dict(replay_routing=torch.zeros(1)), "must be integers of shape"),
+        (dict(replay_routing=torch.zeros(1, 1, 1)), "torch.float32 .* must be integers of shape"),
+        (dict(replay_routing=torch.ones(1, 1, 1, device="meta")), "replay_routing: .*meta"),
         (dict(replay_routing=[[[-1, 0]]]), "experts below 0"),
         (dict(replay_routing=[[[1, 1]]]), "to the same expert twice"),
         (dict(replay_routing=[[[True]]]), "must be integers"),
@@ -152,6 +155,7 @@ def test_params_copy_mutable_arguments() -> None:
     [
         ([], {}, InvalidRequest, "the prompt is empty"),
         ([[3], []], {}, InvalidRequest, "the prompt is empty"),
+        ([None], {}, InvalidRequest, "prompt=None: must be"),
         ("words", {}, InvalidRequest, "needs a tokenizer"),
         ([3, VOCAB], {}, InvalidRequest, f"id {VOCAB} is outside 0 to {VOCAB - 1}"),
         ([-1], {}, InvalidRequest, "id -1 is outside"),
@@ -180,12 +184,19 @@ def test_bad_requests_are_rejected_before_any_forward(
     with LLM(make_toy("llama")) as llm:
         calls: list[Callable[[], Any]] = [lambda: llm.generate(prompt, sampling_params)]
         calls.append(lambda: asyncio.run(llm.agenerate(prompt, sampling_params)))
-        if not (prompt and isinstance(prompt[0], list)):  # one prompt
+        if not (prompt and (prompt[0] is None or isinstance(prompt[0], list))):  # one prompt
             calls.append(lambda: llm.stream(prompt, sampling_params))
         for call in calls:
             with pytest.raises(error, match=message):
                 call()
         assert llm.stats()["forwards"] == llm.stats()["blocks_used"] == 0
+
+
+def test_empty_values_are_no_params() -> None:
+    with LLM(make_toy("llama")) as llm:
+        for call in (llm.stream, llm.astream, llm.generate):
+            with pytest.raises(InvalidRequest, match="must be a SamplingParams"):
+                call([3, 4], {})
 
 
 @pytest.mark.parametrize(

@@ -391,6 +391,7 @@ class TestScoring:
             dict(temperature=2, scores=torch.zeros(1, 3)),
             dict(scores=torch.zeros(3)),
             dict(attention_mask=[[1, 1, 1]]),
+            dict(sequences=[[1, 2, 3]], scores=torch.zeros(1, 3)),
             dict(sequences=torch.full((1, 3), VOCAB)),
             dict(sequences=torch.full((1, 3), -1)),
         ):

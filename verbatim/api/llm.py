@@ -263,12 +263,11 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Stream the completion of one prompt. Leaving the loop early aborts the request."""
-        return self.engine.stream(self.engine.admission.admit(prompt, params or SamplingParams()))
+        return self.engine.stream(self._admit(prompt, params))
 
     def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
         """Run `stream` in asyncio: a thread runs the steps, and cancelling aborts the request."""
-        request = self.engine.admission.admit(prompt, params or SamplingParams())
-        return self.engine.astream([request])
+        return self.engine.astream([self._admit(prompt, params)])
 
     def score(
         self,
@@ -562,6 +561,10 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _admit(self, prompt: Prompt, params: SamplingParams | None) -> Request:
+        params = SamplingParams() if params is None else params
+        return self.engine.admission.admit(prompt, params)
 
     def _admit_all(
         self,

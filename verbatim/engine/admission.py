@@ -112,7 +112,7 @@ class Admission:
                         "use generate with session.token_ids for several"
                     )
         if ids is None:
-            ids = self.prompt_ids(prompt if prompt is not None else [])
+            ids = self.prompt_ids(prompt)
         num_tokens = len(ids) + len(resumed_ids)
         room = limit_tokens - num_tokens
         if room < 0 or (room == 0 and params.max_tokens != 0):
@@ -203,7 +203,7 @@ class Admission:
             self._compiler = GrammarCompiler(tokenizer, self.vocab_size, self.eos_ids)
         return self._compiler.start(params, ends=bool(self.eos_ids) and not params.ignore_eos)
 
-    def prompt_ids(self, prompt: Prompt, *, begins: bool = True) -> list[int]:
+    def prompt_ids(self, prompt: Prompt | None, *, begins: bool = True) -> list[int]:
         """Return the ids of a prompt.
 
         Args:

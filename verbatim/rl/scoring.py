@@ -130,9 +130,9 @@ def logprobs(
     micro_batch_size = optional_integer("micro_batch_size", micro_batch_size)
     if scores is not None and temperature != 1:
         raise InvalidRequest(f"temperature={temperature}: scores require temperature 1")
+    flat, mask = _flat(sequences, attention_mask)
     if scores is not None and getattr(scores, "shape", None) != sequences.shape:
         raise InvalidRequest(f"scores must have the shape of sequences, {list(sequences.shape)}")
-    flat, mask = _flat(sequences, attention_mask)
     _check_ids(module, flat, mask)
     device = next(module.parameters()).device
     flat, mask = flat.to(device), mask.to(device)
