@@ -396,7 +396,7 @@ def _as_choices(name: str, value: Any) -> Any:
     import torch
 
     try:
-        choices = torch.as_tensor(value).detach().cpu().to_dense()
+        choices = torch.as_tensor(value, device="cpu").detach().to_dense()
         is_integer = choices.dtype is not torch.bool and torch.can_cast(choices.dtype, torch.int64)
         if choices.ndim == 3 and is_integer:
             return choices.long()
@@ -427,14 +427,15 @@ def _indices(indices: Any) -> Any:
     """Return a copy as int32, each row in ascending order and padded with -1."""
     import torch
 
-    positions = torch.arange(len(indices))[:, None, None]  # of the tokens
+    positions = torch.arange(len(indices), device="cpu")[:, None, None]  # of the tokens
     if indices.numel() and (int(indices.min()) < -1 or bool((indices > positions).any())):
         raise InvalidRequest(
             "replay_indices names positions below 0 or after the token's own; -1 fills rows with fewer than k"
         )
     last = len(indices)  # above all positions
     ordered = torch.where(indices < 0, last, indices).sort(dim=-1).values
-    if _repeats(torch.where(ordered == last, -1 - torch.arange(indices.shape[2]), ordered)):
+    padding = -1 - torch.arange(indices.shape[2], device="cpu")
+    if _repeats(torch.where(ordered == last, padding, ordered)):
         raise InvalidRequest("replay_indices names a position twice in one layer")
     count = (indices >= 0).sum(dim=-1, keepdim=True)
     if bool(((count > 0) & (positions < indices.shape[2]) & (count <= positions)).any()):

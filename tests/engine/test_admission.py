@@ -142,6 +142,13 @@ def test_params_compare_by_value_and_can_be_copied() -> None:
     assert pickle.loads(pickle.dumps(params)) == params and copy.deepcopy(params) == params
 
 
+def test_replayed_records_ignore_torch_default_device() -> None:
+    fields = dict(replay_routing=[[[3, 1]]] * 2, replay_indices=[[[0]], [[1]]])
+    with torch.device("meta"):
+        params = SamplingParams(**fields)
+    assert params == SamplingParams(**fields)
+
+
 def test_params_copy_mutable_arguments() -> None:
     stops, bias = [[1, 2]], {3: 1.0}
     params = SamplingParams(stop_token_ids=stops, logit_bias=bias)

@@ -1073,14 +1073,21 @@ def test_exception_while_acquiring_engine_leaves_it_usable(handle: EngineHandle)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
-def test_engine_ignores_torch_default_device(name: str) -> None:
-    module = make_toy(name)
+def test_engine_ignores_torch_default_device(name: str, tmp_path: Path) -> None:
+    module, params = make_toy(name), [SHORT, SHORT.replace(allowed_token_ids=range(90))]
     with LLM(module) as llm:
-        expected = llm.generate([PROMPT], SHORT)[0].outputs[0].token_ids
+        results = llm.generate([PROMPT] * 2, params)
+        expected = [result.outputs[0].token_ids for result in results]
     with torch.device("meta"), LLM(module) as llm:
-        assert llm.generate([PROMPT], SHORT)[0].outputs[0].token_ids == expected
-        assert next(iter(llm.stream(PROMPT, SHORT))).token_ids == expected[:1]
+        results = llm.generate([PROMPT] * 2, params)
+        assert [result.outputs[0].token_ids for result in results] == expected
+        assert next(iter(llm.stream(PROMPT, SHORT))).token_ids == expected[0][:1]
         assert llm.score([PROMPT])
+        with llm.session(seed=SHORT.seed, params=SHORT) as session:
+            session.generate(PROMPT)
+            session.save(tmp_path / "saved", kv=True)
+            with llm.session(load=tmp_path / "saved") as loaded:
+                assert loaded.token_ids == session.token_ids
 
 
 # ---- a forked child

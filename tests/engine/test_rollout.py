@@ -131,8 +131,10 @@ def test_rollouts_and_scores_ignore_torch_default_device(module) -> None:
     with torch.device("meta"):
         again = rl.rollout(module, PROMPTS, PARAMS, group_size=2, seed=4)
         scores = rl.score(module, expected.sequences, expected.attention_mask)
+        some = again[1:]
     assert torch.equal(again.sequences, expected.sequences)
     assert torch.equal(again.logprobs, expected.logprobs)
+    assert torch.equal(some.sequences, expected.sequences[1:])
     assert torch.equal(expected.of_responses(scores), expected.logprobs)
 
 

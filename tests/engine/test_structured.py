@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from support.requests_mixed import all_facts, facts, submitted
 from support.schemas import BY_HAND, TREE
@@ -39,6 +40,12 @@ def test_schemas_hold_beside_unconstrained_requests(storyteller: LLM) -> None:
     assert facts(results[-1]) == expected
     finished = sum(_check(s, r) for s, r in zip(BY_HAND, results[:-1], strict=True))
     assert finished > len(BY_HAND)
+
+
+def test_structures_ignore_torch_default_device(storyteller: LLM) -> None:
+    with torch.device("meta"):
+        result = storyteller.generate(PROMPT, SamplingParams(choice=["a hat"], max_tokens=9))[0]
+    assert result.outputs[0].text == "a hat"
 
 
 def test_regex_choice_and_grammar_hold_for_samples_and_greedy(storyteller: LLM) -> None:

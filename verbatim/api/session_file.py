@@ -119,7 +119,7 @@ def write_session(
     from safetensors.torch import save
 
     target = _path("save", path)
-    tensors = {"token_ids": torch.tensor(saved.token_ids, dtype=torch.int64)}
+    tensors = {"token_ids": torch.tensor(saved.token_ids, dtype=torch.int64, device="cpu")}
     plain: dict[str, Any] = {
         "completions": saved.completions,
         "text": saved.text,

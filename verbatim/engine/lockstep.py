@@ -129,7 +129,7 @@ def _check_drafts(handle: EngineHandle) -> None:
 
 def _synchronize(group: Any, unfinished: int, *, failed: bool) -> tuple[int, int | None]:
     """Return the maximum of `unfinished` over all ranks, and the world rank of a failed rank, if any."""
-    state = torch.tensor([unfinished, dist.get_rank() if failed else -1])
+    state = torch.tensor([unfinished, dist.get_rank() if failed else -1], device="cpu")
     dist.all_reduce(state, op=dist.ReduceOp.MAX, group=group)
     max_unfinished, rank = state.tolist()
     return max_unfinished, None if rank < 0 else rank

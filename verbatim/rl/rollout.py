@@ -86,7 +86,7 @@ class Rollout:
         Args:
             groups: a slice, indices, or a tensor of indices or bools `[B]`.
         """
-        indices = torch.arange(len(self.results))[groups]
+        indices = torch.arange(len(self.results), device="cpu")[groups]
         if indices.ndim != 1:
             raise InvalidRequest(
                 f"groups={groups!r}: must be a slice or a list; use [b:b+1] for a single group"

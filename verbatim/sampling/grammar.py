@@ -305,7 +305,7 @@ class StructureState:
 
     def _next_mask(self) -> Tensor:
         compiler, compiled = self._compiler, self.compiled
-        words = torch.empty(compiler.vocabulary.num_words, dtype=torch.int32)
+        words = torch.empty(compiler.vocabulary.num_words, dtype=torch.int32, device="cpu")
         with compiled.lock:
             for token_id in self._ids[self._num_consumed :]:
                 compiled.consume(self._matcher, token_id)

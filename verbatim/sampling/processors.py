@@ -152,9 +152,9 @@ def typical(logits: Tensor, p: float) -> Tensor:
 
 def bitmask(ids: Iterable[int], vocab_size: int) -> Tensor:
     """Return a mask of ids below `vocab_size`: int32 `[ceil(V / 32)]`, bit `i % 32` of word `i // 32`."""
-    flags = torch.zeros(-(-vocab_size // 32), 32, dtype=torch.int64)
-    flags.view(-1)[torch.tensor(list(ids), dtype=torch.int64)] = 1
-    return (flags << torch.arange(32)).sum(dim=1).to(torch.int32)
+    flags = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    flags[list(ids)] = 1
+    return torch.from_numpy(np.packbits(flags, bitorder="little").view(np.int32))
 
 
 def in_mask(mask: Tensor, token_id: int) -> bool:
