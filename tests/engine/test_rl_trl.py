@@ -85,6 +85,14 @@ def test_conversations_use_the_chat_template(trainer: Any) -> None:
         )
 
 
+def test_messages_may_have_no_content(trainer: Any) -> None:
+    trainer.chat_template = "{% for m in messages %}{{ m.role }} {% endfor %}"
+    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    (ids,) = rl.rollout_func([[*TALK[0], calls]], trainer)["prompt_ids"]
+    assert trainer.processing_class.decode(ids) == "user assistant "
+    trainer.chat_template = None
+
+
 def test_prompts_outside_given_engine_vocabulary_are_rejected(trainer: Any) -> None:
     with LLM(make_toy("llama")) as llm, pytest.raises(InvalidRequest, match="outside 0 to 127"):
         rl.rollout_func(PROMPTS, trainer, llm=llm)  # it has a smaller vocabulary

@@ -65,7 +65,7 @@ def _prompt_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:
     tokenizer = trainer.processing_class
     if isinstance(prompts[0], str):
         return list(tokenizer(text=prompts)["input_ids"])
-    parts = [part for prompt in prompts for m in prompt if m["content"] for part in m["content"]]
+    parts = [part for prompt in prompts for m in prompt for part in m.get("content") or ()]
     if any(isinstance(part, dict) and part.get("type") != "text" for part in parts):
         raise NotSupported("rollout_func: images and other media in prompts are not supported")
     rendered = tokenizer.apply_chat_template(
