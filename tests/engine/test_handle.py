@@ -365,6 +365,8 @@ def test_pause_with_abort_ends_all_requests(llm: LLM) -> None:
 def test_unknown_pause_mode_is_rejected_by_name(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="mode='stop': must be one of 'keep', 'drain', 'abo"):
         llm.pause("stop")
+    with pytest.raises(InvalidRequest, match="weights='no': must be True or False"):
+        llm.sleep("no")
     assert llm.stats()["paused"] is False
 
 

@@ -104,6 +104,7 @@ def test_invalid_options_hooks_and_batches_are_rejected() -> None:
     hooks = (None, None)
     wrong: list[tuple[Any, Any]] = [
         ((None,), (ids, mask)),
+        ((3, None), (ids, mask)),
         (hooks, None),
         (hooks, ids),
         (hooks, (ids, mask[:, :1])),

@@ -426,7 +426,7 @@ class LLM:
             ModelChanged: `weights`, and the files have changed.
             TierFailed: `weights` with an Offload, and its disk has no room for updated or quantized weights.
         """
-        self.engine.sleep(weights)
+        self.engine.sleep(switch("weights", weights))
 
     def wake(self) -> None:
         """Allocate the memory that `sleep` freed, and resume; no effect if the engine is not asleep.

@@ -195,7 +195,8 @@ def open_forward(
 
 
 def _check_hooks(hooks: Any, batch: Any) -> None:
-    if not isinstance(hooks, tuple | list) or len(hooks) != 2:
+    is_pair = isinstance(hooks, tuple | list) and len(hooks) == 2
+    if not (is_pair and all(hook is None or callable(hook) for hook in hooks)):
         raise InvalidRequest(f"hooks={hooks!r}: must be a pair of prepare and update")
     if not isinstance(batch, tuple | list) or len(batch) != 2 or batch[1] is None:
         raise InvalidRequest("hooks need batch=(ids, mask), the rows that they are called with")
