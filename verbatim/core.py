@@ -326,12 +326,11 @@ class Sequence(CachedBlocks):
         )
 
     def push(self, token_id: int, token: Token) -> None:
-        """Append one token; finish the sequence if the token ends it or completes its grammar."""
+        """Append one token; finish the sequence if the token ends it."""
         self.output_ids.append(token_id)
         self.tokens.append(token)
         if not self.watch.push(token_id) and self.grammar is not None:
-            if self.grammar.push(token_id):
-                self.complete()
+            self.grammar.push(token_id)
 
     def complete(self) -> None:
         """Finish the sequence because its grammar is complete."""

@@ -155,9 +155,9 @@ def _extend(draft: ActiveDraft, token_id: int) -> bool:
     if len(draft.ids) >= draft.length or token_id in draft.sequence.request.stop_ids:
         return False
     try:
-        if draft.grammar is None or draft.grammar.push(token_id):
-            return draft.grammar is None
-        draft.grammar.mask()  # kept for the next token
+        if draft.grammar is not None:
+            draft.grammar.push(token_id)
+            draft.grammar.mask()  # kept for the next token
         return True
     except Exception:  # matters only if the model draws this token
         return False

@@ -195,8 +195,9 @@ def _next_mask(grammar: StructureState, token_id: int) -> Tensor | None:
     None if the token is not allowed, no token can follow, or the mask takes longer than `MASK_WAIT_S`.
     """
     try:
-        if not in_mask(grammar.mask(), token_id) or grammar.push(token_id):
+        if not in_mask(grammar.mask(), token_id):
             return None
+        grammar.push(token_id)
         job = grammar.prepare()
         if job is not None:
             wait([job], timeout=MASK_WAIT_S)

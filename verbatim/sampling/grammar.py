@@ -290,10 +290,7 @@ class StructureState:
         # The lexer's limits also count the work of other requests, and a failed lexer fails for all. Repeat
         # this completion with a separate lexer, so that its result depends on itself alone.
         self._compiler.drop(self.compiled)
-        try:
-            self.compiled = self._compiler.compile(self.compiled.key)
-        except InvalidRequest as error:
-            raise RequestFailed(str(error)) from None
+        self.compiled = self._compiler.compile(self.compiled.key)
         self.compiled.slow_for = _QUICK_PER_SLOW
         self._matcher, self._owns_lexer = self.compiled.matcher.deep_copy(), True
         ids, self._ids = self._ids, []

@@ -86,14 +86,14 @@ def sample_rows(logits: Tensor, plan: SamplePlan) -> Draws:
 
 def _places(logits: Tensor, plan: SamplePlan) -> list[int]:
     """Validate a plan; return the index of the row of logits for each of its rows."""
-    num_rows = len(plan.rows if plan.logits_rows is None else plan.logits_rows)
-    fits = plan.logits_rows is not None or (logits.dim() == 2 and logits.shape[0] == num_rows)
-    if logits.dim() != 2 or len(plan.rows) != num_rows or not fits:
-        raise ValueError(f"{len(plan.rows)} rows to sample, but logits are {list(logits.shape)}")
+    num_rows, places = len(plan.rows), plan.logits_rows
+    if logits.dim() != 2 or num_rows != (logits.shape[0] if places is None else len(places)):
+        raise ValueError(f"{num_rows} rows to sample, but logits are {list(logits.shape)}")
     for row in plan.rows:
         if row.target is not None and not 0 <= row.target < logits.shape[1]:
             raise ValueError(f"target={row.target}: must be 0 to {logits.shape[1] - 1}")
-    places = list(range(num_rows)) if plan.logits_rows is None else plan.logits_rows
+    if places is None:
+        return list(range(num_rows))
     if places and not 0 <= min(places) <= max(places) < logits.shape[0]:
         raise ValueError(f"rows {min(places)} to {max(places)} of logits {list(logits.shape)}")
     return places
