@@ -209,14 +209,19 @@ def test_draft_metrics_of_requests_add_up_to_stats_of_engine() -> None:
     assert (reported["cut"], reported["errors"], reported["last_error"]) == (0, 0, None)
     assert reported["acceptance"] == total.acceptance
     for seed, (figures, result) in enumerate(zip(each, results, strict=False)):
-        samples = len(result.outputs)
-        # One forward, the prompt's, draws for all samples and has no draft.
-        tokens = sum(len(c.token_ids) for c in result.outputs) - (samples - 1)
+        tokens = sum(len(c.token_ids) for c in result.outputs)
         assert figures.num_tokens == tokens
         assert figures.num_tokens == figures.num_forwards + sum(figures.num_accepted)
         assert figures.tokens_per_forward == tokens / figures.num_forwards
         assert figures.acceptance == [1.0] * seed + [0.0] * (3 - seed)
         assert figures.num_drafted == sorted(figures.num_drafted, reverse=True)
+
+
+def test_step_that_completes_a_structure_counts_no_token() -> None:
+    with LLM(draft="ngram") as llm:
+        params = SamplingParams(choice=["yes"], ignore_eos=True, max_tokens=9)
+        (result,) = llm.generate("Once upon a time", params)
+    assert result.metrics.draft.num_tokens == len(result.outputs[0].token_ids)
 
 
 def test_drafter_errors_are_counted_per_call_and_per_request() -> None:

@@ -105,9 +105,11 @@ class Drafting:
             return
         if chunk.max_draft and chunk.sequence not in self._waiting:
             self._lengths.note_draft(chunk.sequence, chunk.max_draft, chunk.num_accepted)
+        # Without a draft, all samples draw from the last row of a prompt; none if the grammar is complete.
+        num_drawing = 1 if chunk.draft_ids else len(chunk.results) - chunk.num_prompt_rows
         for stats in (self.totals, request.metrics.draft):
-            stats.num_forwards += 1
-            stats.num_tokens += 1 + chunk.num_accepted
+            stats.num_forwards += num_drawing
+            stats.num_tokens += num_drawing + chunk.num_accepted
             if chunk.draft_ids:
                 stats.note(len(chunk.draft_ids), chunk.num_accepted)
 
