@@ -303,6 +303,13 @@ def test_restarts_are_limited_by_max_restarts(saved: Folders) -> None:
         at_batch(serving(llm)[0], 2, kill)
         with pytest.raises(StageFailed, match="max_restarts=0"):
             llm.generate([[5, 6, 7]], params)
+        assert llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
+        llm.sleep()
+        serving(llm)[1].kill()
+        with pytest.raises(StageFailed, match="max_restarts=0"):
+            llm.wake()
+        llm.wake()
+        assert llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
     with clustered(saved("qwen3_moe")) as llm:
         plain, calls = llm.engine.runner.record, list[int]()
 
@@ -562,6 +569,9 @@ def test_changed_checkpoint_is_detected_on_wake_and_stage_replacement(
         serving(llm)[0].kill()
         with pytest.raises(StageFailed, match=r"stage 0 .*another model"):
             llm.generate([5, 6])
+        file.write_bytes(before)
+        os.utime(file, ns=(written, written))
+        assert mixed_facts(llm, 5) == expected
 
 
 # Moving layers.

@@ -147,7 +147,7 @@ class Clustered(Runner):
         """Replace the lost stages, and raise CacheLost."""
         self.group.recover()
         limit = self.group.cluster.max_restarts
-        why = f"{gone}: it could not be replaced: max_restarts={limit}"
+        why = f"{gone}: the step is not repeated: max_restarts={limit}"
         raise CacheLost(why, limit) from None
 
     # Drafts.
@@ -167,12 +167,14 @@ class Clustered(Runner):
 
     def _retry(self, call: Callable[[], _T]) -> _T:
         """Make a call between two steps, and repeat it when a lost stage was replaced."""
-        for attempt in range(self.group.cluster.max_restarts + 1):
+        limit, gone = self.group.cluster.max_restarts, ""
+        for _ in range(limit + 1):
             try:
                 return call()
-            except StageGone:
-                self.group.recover(last=attempt == self.group.cluster.max_restarts)
-        raise AssertionError("the last attempt raises")
+            except StageGone as error:
+                gone = str(error)
+                self.group.recover()
+        raise StageFailed(f"{gone}: the call is not repeated: max_restarts={limit}")
 
     def _call_stages(self, do: str, **fields: Any) -> list[Any]:
         """Call every stage, replacing lost ones, and return the answers."""

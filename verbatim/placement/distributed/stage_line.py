@@ -162,11 +162,8 @@ class StageLine(StageGroup):
         """Return whether all stages are connected, and none is known to be lost."""
         return self._connected and not self.lost
 
-    def recover(self, *, last: bool = False) -> None:
+    def recover(self) -> None:
         """Evict all sequences, replace all lost stages, and reconnect. After Ctrl-C, the next call continues.
-
-        Args:
-            last: whether no attempts are left, so that StageFailed is raised after the eviction.
 
         Raises:
             StageFailed: the recovery failed; the message has the stage and the reason.
@@ -181,9 +178,9 @@ class StageLine(StageGroup):
         self._connected = False
         with Shield().up():
             self.recomputed_tokens += self.evict()
-        reason: object = f"max_restarts={self.cluster.max_restarts}"
+        reason: object = None
         gone: list[str] = []
-        for _ in range(0 if last else self.cluster.max_restarts):
+        for _ in range(max(1, self.cluster.max_restarts)):
             gone = [str(member) for member in self.lost] or gone
             try:
                 self._replace_lost()
@@ -199,6 +196,7 @@ class StageLine(StageGroup):
             _log.warning("%s; replaced in %.2f s", "; ".join(gone) or "connections lost", took)
             self.prepare_spares()
             return
+        self._excluded.clear()  # the next call tries all machines again
         gone = gone or [str(member) for member in self.lost] or ["a stage"]
         raise StageFailed(f"{'; '.join(gone)}: it could not be replaced: {reason}")
 
