@@ -40,7 +40,8 @@ class Batch:
     every earlier position of that sequence through `block_tables[s]`.
 
     In a model with recurrent layers, sequence `s` starts from the state in slot `state_sources[s]`, and the
-    state after row `state_rows[w]` is written to slot `state_targets[w]`; no slot is both read and written.
+    state after row `state_rows[w]` is written to slot `state_targets[w]`. No slot is both read and written,
+    except that in a micro-batch, a piece of a sequence may overwrite the state that it reads.
     """
 
     token_ids: Tensor  # [T] int64

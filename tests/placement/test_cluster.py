@@ -99,7 +99,17 @@ def test_any_number_of_stages_gives_same_tokens(name: str, dtype: str, saved: Fo
             assert mixed_facts(llm) == expected, options
 
 
-def test_routing_is_recorded_and_replayed_across_stages(saved: Folders) -> None:
+def test_recurrent_model_gives_same_tokens_in_small_micro_batches(
+    folders: Folders,
+) -> None:
+    """A piece of one row overwrites the state that it reads, so a recorded step must not run twice."""
+    expected = resident_facts(folders("qwen4"), 11)
+    options = dict(micro_batches=2, max_batch_tokens=7, stages=2)
+    with clustered(folders("qwen4"), **options) as llm:
+        assert mixed_facts(llm, 11) == expected
+
+
+def test_routing_is_recorded_and_replayed_across_stages(saved: Callable[[str], Path]) -> None:
     prompts = [toys.random_ids(30, seed) for seed in range(3)]
     record = SamplingParams(max_tokens=6, seed=4, record_routing=True)
     with LLM(saved("qwen3_moe"), kv_memory="1MB") as llm:

@@ -242,6 +242,10 @@ def _fits(batch: Batch, store: KVStore, limits: RecordingLimits) -> bool:
         return False
     if batch.num_tokens - len(batch.logit_rows) > limits.spare_logits:
         return False
+    if batch.state_sources is not None and batch.state_targets is not None:
+        # A piece of a sequence may overwrite the state that it reads; the first replay runs twice.
+        if not set(batch.state_sources.tolist()).isdisjoint(batch.state_targets.tolist()):
+            return False
     # In recurrent layers each row depends on the previous row of its sequence.
     rows_each = _ROWS_PER_SEQUENCE if store.states is None else 1
     return int(batch.query_starts.diff().max()) <= rows_each
