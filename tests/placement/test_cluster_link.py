@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import random
@@ -318,6 +319,23 @@ def test_clients_without_key_do_not_block_listener(
                 pass
         client.close()
     link.close()
+
+
+def test_listener_continues_after_failed_accept(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, failed = socket.socket.accept, set[socket.socket]()
+
+    def fail_first(listening: socket.socket) -> Any:
+        if listening not in failed:
+            failed.add(listening)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_first)
+    for _ in range(3):  # the first is accepted by the call in progress
+        connect(peers.address, KEY, {"name": "me"}).close()
+    assert failed
 
 
 # Stages that receive unexpected messages.

@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -35,6 +36,7 @@ _NONCE = 32
 _HANDSHAKE_TIMEOUT_S = 10.0
 _HAS_NAMES = sys.platform == "linux"  # whether Unix sockets have abstract names
 _MAX_HANDSHAKES = 64  # maximum concurrent handshakes
+_RETRY_S = 0.1  # wait after an error of a listening socket
 _SEND_TIMEOUT_S = 10.0  # time without progress of a send after which the other side counts as dead
 _READ_AHEAD = 1 << 16  # bytes of the read buffer; shorter messages are sent by one system call
 _FIRST_READ = 1 << 26  # maximum bytes allocated before data arrives
@@ -242,8 +244,11 @@ class Listener:
         while True:
             try:
                 connection, _ = listening.accept()
-            except OSError:
-                return
+            except OSError:  # closed; or the caller is gone, or too many files are open
+                if listening.fileno() < 0:
+                    return
+                time.sleep(_RETRY_S)
+                continue
             if not self._handshakes.acquire(blocking=False):
                 connection.close()
                 continue
