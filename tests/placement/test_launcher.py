@@ -57,6 +57,30 @@ def test_stopped_worker_ends_with_its_launcher(launcher: Launcher, ends: str) ->
     until(lambda: state_of(pid) == "Z")
 
 
+def test_workers_end_with_their_owner_while_its_fork_lives() -> None:
+    """The fork holds the pipe to the launcher open."""
+    script = (
+        "import os, signal, time\n"
+        "from verbatim.placement.distributed.launcher import Launcher\n"
+        "worker = Launcher('support.programs:wait_for_a_signal').start()\n"
+        f"worker.wait_for_message(time.monotonic() + {PATIENCE_S})\n"
+        "while worker.pid is None: time.sleep(0.01)\n"
+        "if child := os.fork():\n"
+        "    print(worker.pid, child, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"time.sleep({PATIENCE_S})\n"
+    )
+    line = [sys.executable, "-P", "-c", script]
+    with started(line, env=environment(), stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        worker, child = map(int, owner.stdout.readline().split())
+        try:
+            until(lambda: state_of(worker) == "Z")
+            assert state_of(child) != "Z"
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
 def test_worker_that_survives_kill_is_logged(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,6 +28,7 @@ from verbatim.errors import VerbatimError
 
 HOST = "127.0.0.1"  # the address at which workers of this machine listen
 _KILL_S = 5.0  # time limit until a killed worker is reaped
+_CHECK_S = 1.0  # interval at which the launcher checks that its owner is alive
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _log = logging.getLogger("verbatim.cluster")
 
@@ -171,6 +172,7 @@ def _report(worker: int, pipe: int = 1, **facts: Any) -> None:
 
 def main() -> None:
     """Fork workers until the process that started this one is gone."""
+    owner = os.getppid()
     module, _, name = sys.argv[1].partition(":")
     target: Callable[..., object] = attrgetter(name)(importlib.import_module(module))
     gc.freeze()  # workers' garbage collections then don't touch (and copy) these pages
@@ -180,7 +182,9 @@ def main() -> None:
     workers: dict[int, tuple[int, int]] = {}
     unread = b""
     while True:
-        ready, _, _ = select.select([0, *workers], [], [])
+        ready, _, _ = select.select([0, *workers], [], [], _CHECK_S)
+        if os.getppid() != owner:  # stdin may still be held by a process that the owner has forked
+            os._exit(0)
         for pipe in workers.keys() & ready:
             os.close(pipe)
             pid, number = workers.pop(pipe)
