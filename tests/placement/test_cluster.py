@@ -582,6 +582,10 @@ def test_changed_checkpoint_is_detected_on_wake_and_stage_replacement(
         file.write_bytes(before)
         os.utime(file, ns=(written, written))
         assert mixed_facts(llm, 5) == expected
+        file.write_bytes(others)
+        with pytest.raises(NotSupported, match="another model"):
+            llm.engine.runner.group.move([(0, 1), (1, 5), (5, 6)])
+        assert len(llm.info()["stages"]) == 3
 
 
 # Moving layers.

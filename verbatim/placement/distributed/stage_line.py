@@ -105,7 +105,7 @@ class StageLine(StageGroup):
         common = {**self.model, "adapters": list(self.adapters.values())}
         shapes = self.call("open", members, arguments, patient=True, **common)
         for member, shape in zip(members, shapes, strict=True):
-            member.shape = shape
+            member.shape |= shape  # stages that move keep their `info` until `allocate`
             if shape["fingerprint"] != self._fingerprint:
                 raise NotSupported(
                     f"{member.host.machine} has another model at {self.model['source'].model!r} than this "
@@ -290,8 +290,6 @@ class StageLine(StageGroup):
             return
         self._connected = False
         try:
-            for member in changed:
-                member.shape = {}
             self.open(list(changed), list(changed.values()))
             self.allocate(list(changed), members)
         except BaseException as error:
