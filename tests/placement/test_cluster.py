@@ -109,7 +109,7 @@ def test_recurrent_model_gives_same_tokens_in_small_micro_batches(
         assert mixed_facts(llm, 11) == expected
 
 
-def test_routing_is_recorded_and_replayed_across_stages(saved: Callable[[str], Path]) -> None:
+def test_routing_is_recorded_and_replayed_across_stages(saved: Folders) -> None:
     prompts = [toys.random_ids(30, seed) for seed in range(3)]
     record = SamplingParams(max_tokens=6, seed=4, record_routing=True)
     with LLM(saved("qwen3_moe"), kv_memory="1MB") as llm:
