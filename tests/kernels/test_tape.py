@@ -208,6 +208,25 @@ def test_steps_on_two_threads_give_the_same_bits(
     assert in_teams
 
 
+@pytest.mark.parametrize(
+    "compute",
+    [
+        *(lambda x: x >> 1, lambda x: x << 1, lambda x: x & 6, lambda x: x | 9, lambda x: x ^ 5),
+        *(lambda x: x.view(torch.uint8) >> 4, lambda x: x.float().exp(), lambda x: x.sort()[0]),
+    ],
+)
+def test_repeated_step_reads_its_inputs_again(compute: Any) -> None:
+    """Such as quantized weights, which an update replaces."""
+    x, other = (
+        torch.randint(1 << 20, (9,), generator=torch.Generator().manual_seed(i)) for i in (0, 1)
+    )
+    expected = compute(other)
+    repeat, _ = tape.record_on_cpu(lambda: (Forward(compute(x), None), None))
+    repeat()
+    x.copy_(other)
+    assert torch.equal(repeat()[0].logits, expected)
+
+
 def test_unrepeatable_step_is_detected() -> None:
     calls, x = [0], torch.ones(3)
 

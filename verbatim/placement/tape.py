@@ -158,8 +158,8 @@ def _call_into(
         function = getattr(torch._C._VariableFunctions, func.overloadpacket.__name__, None)
         if names == ["out"] and function is not None:
             with suppress(TypeError, RuntimeError):
-                function(*args, **retained)
-                return function, args, retained
+                if function(*args, **retained) is outputs[0]:  # `torch.__rshift__` ignores `out`
+                    return function, args, retained
         return operation, args, retained
 
     def copied(*args: Any, **kwargs: Any) -> None:
