@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,20 +25,54 @@ def thread_count(value: Any) -> int | None:
 
 
 def total_memory() -> int:
-    """Return the bytes of RAM in this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Return the bytes of RAM in this machine, or the limit of this process's container if it is lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([total, *(limit for limit, _ in _memory_limits())])
 
 
 def available_memory() -> int:
-    """Return the bytes of RAM that are free or can be freed immediately."""
+    """Return the bytes of RAM that are free or freed on demand, within the container's limit."""
+    available = total_memory()
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:
                 if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+                    available = int(line.split()[1]) * 1024
     except OSError:
         pass
-    return total_memory()
+    return max(0, min([available, *(limit - used for limit, used in _memory_limits())]))
+
+
+# Files of a control group with its limit and its use, and the part of the use that is free on demand.
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_FILES_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "
+_FILES_V2 = "memory.max", "memory.current", "inactive_file "
+
+
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """Yield the memory limit and the use, in bytes, of each control group with this process."""
+    try:
+        lines = _OWN_GROUPS.read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if "memory" in kinds.split(","):
+            root, (limit_file, used_file, reclaimable) = _GROUPS / "memory", _FILES_V1
+        elif not kinds:
+            root, (limit_file, used_file, reclaimable) = _GROUPS, _FILES_V2
+        else:
+            continue
+        # In a container, `path` may be the host's: only the root is there.
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents[: len(group.parts) - len(root.parts)]):
+            try:
+                limit, used = (int((folder / name).read_text()) for name in (limit_file, used_file))
+                stat = (folder / "memory.stat").read_text().splitlines()
+            except (OSError, ValueError):  # no such group, or no limit ("max")
+                continue
+            free = [int(x.split()[1]) for x in stat if x.startswith(reclaimable)]
+            yield limit, used - sum(free)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,14 +1,15 @@
-"""`LLM(device=...)`: which devices are accepted, and which are rejected."""
+"""`LLM(device=...)`: which devices are accepted, and which are rejected; and the memory of this machine."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from support.toys import make_toy
-from verbatim import LLM, InvalidRequest, NotSupported
+from verbatim import LLM, InvalidRequest, NotSupported, options
 from verbatim.kernels import numerics_key
 from verbatim.model.device import CPU, Device, resolve_device
 from verbatim.model.quantized import moved_to, placeholder
@@ -84,3 +85,33 @@ def test_numerics_key_depends_on_gpu_mode_and_quantization() -> None:
         for packed in (None, "int8-g64")
     }
     assert len(keys | {numerics_key("bfloat16", "bfloat16")}) == 9
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "files"),
+    [
+        ("0::/jobs/7", "jobs/7", ("memory.max", "memory.current", "inactive_file")),
+        ("0::/", "", ("memory.max", "memory.current", "inactive_file")),
+        (
+            *("4:cpu,memory:/host/path", "memory"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_memory_of_a_container_is_within_its_limit(
+    line: str, folder: str, files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, groups = tmp_path / "groups" / folder, tmp_path / "proc"
+    group.mkdir(parents=True)
+    groups.write_text(f"1:name=systemd:/\n{line}\n")
+    monkeypatch.setattr(options, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(options, "_OWN_GROUPS", groups)
+    whole = options.total_memory()
+    limit, used, reclaimable = files
+    (group / limit).write_text("300000000\n")
+    (group / used).write_text("100000000\n")
+    (group / "memory.stat").write_text(f"anon 5\n{reclaimable} 40000000\n{reclaimable}s 9\n")
+    assert options.total_memory() == 300_000_000 < whole
+    assert options.available_memory() == 240_000_000
+    (group / limit).write_text("max\n")
+    assert options.total_memory() == whole
