@@ -117,8 +117,13 @@ def test_opening_runs_no_user_hooks() -> None:
     assert len(model._forward_hooks) == 1
 
 
-def pruned(path: str) -> Callable[[Any], Any]:
-    return lambda m: prune.l1_unstructured(m.get_submodule(path), "weight", amount=0.5)
+def pruned(path: str, name: str = "weight") -> Callable[[Any], Any]:
+    def edit(model: Any) -> None:
+        layer = model.get_submodule(path)
+        nn.init.normal_(getattr(layer, name))  # biases of toys are zeros
+        prune.l1_unstructured(layer, name, amount=0.5)
+
+    return edit
 
 
 def edited(path: str, name: str, value: Any) -> Callable[[Any], Any]:
@@ -134,6 +139,9 @@ def edited(path: str, name: str, value: Any) -> Callable[[Any], Any]:
         ("llama", pruned("model.layers.1.mlp.up_proj")),
         ("llama", pruned("model.norm")),
         ("llama", pruned("lm_head")),
+        ("gpt2", pruned("transformer.ln_f", "bias")),
+        ("gpt_oss", pruned("model.layers.1.mlp.router", "bias")),
+        ("gpt_oss", pruned("model.layers.1.mlp.experts", "gate_up_proj_bias")),
     ],
 )
 def test_edited_module_gives_scores_of_module_forward(toy: str, edit: Any) -> None:

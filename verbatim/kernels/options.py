@@ -62,11 +62,19 @@ class AttentionOptions:
                 raise ValueError(f"{name}={getattr(self, name)} must be 0 (off) or above")
         for name, dims in ("sinks", 2), ("alibi", 1):
             values = getattr(self, name)
-            if values is not None and (values.dtype != torch.float32 or values.dim() > dims):
+            if values is not None and (
+                values.dtype != torch.float32 or not 1 <= values.dim() <= dims
+            ):
                 raise ValueError(
-                    f"{name} must be float32 of shape [heads], not {values.dtype} of shape "
-                    f"{list(values.shape)}"
+                    f"{name} must be float32 of shape [heads]{', or [rows, heads]' * (dims > 1)}, not "
+                    f"{values.dtype} of shape {list(values.shape)}"
                 )
+        bias = self.bias
+        if bias is not None and (bias.dim() != 3 or not bias.is_floating_point()):
+            raise ValueError(
+                f"bias must be of shape [rows, heads, distances], not {bias.dtype} of shape "
+                f"{list(bias.shape)}"
+            )
 
     @property
     def differs_by_row(self) -> bool:
@@ -85,7 +93,7 @@ class AttentionOptions:
         )
 
     def of_heads(self, heads: slice) -> AttentionOptions:
-        """Return the options of some query heads."""
+        """Return the options of some query heads; `chosen` stays as it is."""
         sinks, alibi, bias = self.sinks, self.alibi, self.bias
         return replace(
             self,
@@ -99,8 +107,7 @@ class AttentionOptions:
         behind = (positions[:, None] - keys)[:, None]  # [R, 1, L]
         if self.alibi is not None:
             scores = scores + self.alibi[:, None] * -behind
-        if self.bias is not None:
-            size = self.bias.shape[2]
+        if self.bias is not None and (size := self.bias.shape[2]):
             near = (behind >= 0) & (behind < size)
             bias = self.bias.float().gather(2, behind.clamp(0, size - 1).expand(scores.shape))
             scores = scores + torch.where(near, bias, 0.0)

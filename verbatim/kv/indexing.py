@@ -170,8 +170,8 @@ def attend_to_chosen(
     """
     chosen = options.chosen
     assert chosen is not None
-    if options.window or options.chunk or options.alibi is not None or options.differs_by_row:
-        raise ValueError("sparse attention does not support windows, chunks, ALiBi or biases")
+    if options.window or options.chunk or options.alibi is not None:
+        raise ValueError("sparse attention does not support windows, chunks or ALiBi")
     groups, top_k = chosen.shape[1:]
     if int(batch.context_lens.max()) <= top_k:
         return attention(q, k_store, v_store, batch, replace(options, chosen=None))
@@ -236,6 +236,8 @@ def _attend_to_rows(
         parts: (K store, V store, positions `[T, k]` that rows attend to); negative positions are ignored.
         heads: indices of the KV heads that `q` attends to.
     """
+    if options.differs_by_row:
+        raise ValueError("sparse attention does not support biases or sinks that differ by row")
     options = replace(options, chosen=None, records=None)
     sequences = sequences_and_positions(batch)[0][:, None]
     block_size = parts[0][0].shape[2]

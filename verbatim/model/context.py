@@ -211,6 +211,8 @@ def flat_attention(
             f"{name} passes 'position_bias' to attention, which is not supported"
         )
     if sinks is not None:
+        if sinks.dim() != 4:
+            raise UnsupportedModel(f"{name} passes sinks of shape {list(sinks.shape)} to attention")
         s_aux = sinks[..., 0].transpose(1, 2).flatten(0, 1).contiguous()
     options = AttentionOptions(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),

@@ -179,8 +179,13 @@ class Decoder:
             and any(weight.numel() >= _TEAM_NUMBERS for weight in weights_of(module))
         )
         covered = {id(fields) for fields, _ in self._unfused}
-        # Inspection and replaced forwards depend on these; other modules read their numbers when they run.
-        modules = [m for m in module.modules() if id(m.__dict__) in covered and not is_linear(m)]
+        # Inspection, which compares windows with masks, and replaced forwards depend on these; other modules
+        # read their numbers when they run.
+        modules = [
+            m
+            for m in module.modules()
+            if (id(m.__dict__) in covered and not is_linear(m)) or "sliding_window" in m.__dict__
+        ]
         configs = self._tree.configs
         kinds = [Place(config.__dict__, "layer_types") for config in configs]
         self._numbers = Fingerprint([], [*numbers_of(modules, configs), *kinds])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,7 +29,7 @@ from verbatim.model import elementwise
 from verbatim.model.context import replaces, route
 from verbatim.model.differential import noise, trial
 from verbatim.model.elementwise import activation_of
-from verbatim.model.fingerprint import Fingerprint, Place, tensors_of
+from verbatim.model.fingerprint import Fingerprint, Place, numbers_of, place_of, tensors_of
 from verbatim.model.norms import Norm, find_norm
 from verbatim.model.products import linear
 from verbatim.model.structs import NotFusable, matrix_at, norm_of
@@ -40,7 +41,6 @@ _T = TypeVar("_T")
 UNGATED, SPLIT, SPLIT_WIDE, CLAMPED_PAIRS, CLAMPED_HALVES, CLAMPED_SPLIT, SOFTCAPPED = range(7)
 _CLAMPED = (CLAMPED_PAIRS, CLAMPED_HALVES, CLAMPED_SPLIT)
 _LIMITED = (*_CLAMPED, SOFTCAPPED)  # with limits, and an activation of their own
-_NUMBERS = ("limit", "swiglu_limit", "alpha", "swiglu_alpha")  # attributes of clamped gates
 
 
 @struct_layout("Matrix first\nL data_step bias_step")
@@ -123,10 +123,10 @@ class Stack(NamedTuple):
 def stack_of(layer: nn.Module, name: str, transposed: bool = False) -> Stack:
     """Return the stack of a parameter `[experts, cols, depth]`; `[experts, depth, cols]` if transposed."""
     packing: WeightPacking | None = layer.__dict__.get("packings", {}).get(name)
-    bias = Place(layer._parameters, f"{name}_bias")
+    bias = place_of(layer, f"{name}_bias")
     if packing is None:
-        weight = Place(layer._parameters, name)
-        parameter = layer._parameters.get(name)
+        weight = place_of(layer, name)
+        parameter = weight.tensor
         if parameter is None or parameter.ndim != 3:
             raise NotFusable(f"its experts have no stacked {name}")
         shape = parameter.shape[1:]
@@ -186,12 +186,14 @@ class ExpertsParts:
                 raise NotFusable("the norm after its experts is not a known kind of RMS norm")
         self.glu, self.alpha, self.limit = _glu_of(experts) if gated else (UNGATED, 0.0, 0.0)
         self._act: Any = _act_of(experts)
-        self._numbers = Fingerprint([], [Place(experts.__dict__, name) for name in _NUMBERS])
+        self._gate_modules = self._gate_modules_now()
+        self._numbers = Fingerprint([], numbers_of([experts, *self._gate_modules]))
         self.tensors: list[Place] = [
             p for s in (*self.inputs, self.down) for p in (s.weight, s.bias)
         ]
         if self.norm is not None:
             self.tensors += tensors_of([self.norm.module])
+        self._missing = [place.tensor is None for place in self.tensors]
         self._struct = ExpertsStruct()
         self._fingerprint = Fingerprint(self.tensors)
         self._dtype: torch.dtype | None = None  # of activations that `_struct` is for
@@ -212,9 +214,17 @@ class ExpertsParts:
         return None if self._act is None else activation_of(self._act)
 
     def is_current(self) -> bool:
-        """Return whether the module was neither quantized nor given another gate."""
+        """Return whether the module was neither quantized nor pruned nor given another gate."""
         same_act = _act_of(self.module) is self._act
-        return same_act and self.tensors[0].tensor is not None and self._numbers.same_values()
+        return (
+            same_act
+            and self._missing == [place.tensor is None for place in self.tensors]
+            and all(map(operator.is_, self._gate_modules, self._gate_modules_now()))
+            and self._numbers.same_values()
+        )
+
+    def _gate_modules_now(self) -> list[nn.Module]:
+        return list(self._act.modules()) if isinstance(self._act, nn.Module) else []
 
     def struct(self, dtype: torch.dtype) -> ExpertsStruct:
         """Return the kernels' struct for `dtype`, at a fixed address; raise NotFusable if unsupported."""
@@ -537,11 +547,11 @@ def _glu_of(experts: Any) -> tuple[int, float, float]:
     has_limit, has_alpha = (type(number) in (int, float) for number in numbers)
     limit, alpha = (float(n) if type(n) in (int, float) else 0.0 for n in numbers)
     kinds = () if not has_limit else _CLAMPED if has_alpha else (CLAMPED_SPLIT,)
-    caps: list[Any] = [
-        getattr(_act_of(experts), f"{name}_softcap", None) for name in ("gate", "up")
-    ]
+    softcaps = (getattr(_act_of(experts), f"{name}_softcap", None) for name in ("gate", "up"))
+    caps: list[Any] = [getattr(softcap, "softcap", None) for softcap in softcaps]
     if None not in caps:
-        kinds, (alpha, limit) = (SOFTCAPPED,), (float(cap.softcap) for cap in caps)
+        kinds = (SOFTCAPPED,)
+        alpha, limit = map(float, caps)
     x = noise((16, 64), torch.float32) * 4
     with trial():
         for glu, dtype in itertools.product(kinds, (torch.bfloat16, torch.float32)):

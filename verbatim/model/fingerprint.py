@@ -131,6 +131,11 @@ def _distinct(places: Iterable[Place]) -> tuple[list[dict[str, Any]], list[str]]
     return [fields for fields, _ in distinct.values()], [name for _, name in distinct.values()]
 
 
+def place_of(module: nn.Module, name: str) -> Place:
+    """Return the place of a parameter, or of the attribute to which a hook assigns it."""
+    return Place(module.__dict__ if name in module.__dict__ else module._parameters, name)
+
+
 def numbers_of(modules: list[nn.Module], configs: Iterable[Any] = ()) -> list[Place]:
     """Return the places of numbers, strings and tuples of them in modules, their configs and `configs`."""
     fields = [m.__dict__ for m in dict.fromkeys(modules)]

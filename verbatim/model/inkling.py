@@ -18,7 +18,7 @@ from verbatim.kv.recurrence import tree_sum
 from verbatim.model import products
 from verbatim.model.context import DistanceBias, active_context, attend, replaces
 from verbatim.model.experts import stack_of
-from verbatim.model.invariant import exp, sigmoid
+from verbatim.model.invariant import exp, logsigmoid, sigmoid
 from verbatim.model.masks import attends
 from verbatim.model.recurrent_ops import FUNCTIONS, previous
 from verbatim.model.router import SIGMOID, RouterForm, choose, forced_experts
@@ -69,10 +69,10 @@ def _router(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor,
     logits = products.linear(rows.float(), module.weight.float())
     routed, shared = logits.split([module.num_experts, module.n_shared_experts], dim=1)
     routed, form = routed.contiguous(), RouterForm(module.top_k, SIGMOID)
-    chosen, experts = choose(
-        routed, form, module.e_score_correction_bias.float(), forced_experts(), rows.dtype
-    )
-    weights = torch.cat([chosen, sigmoid(shared)], dim=1)
+    correction = module.e_score_correction_bias.float()
+    _, experts = choose(routed, form, correction, forced_experts(), rows.dtype)
+    scores = logsigmoid(torch.cat([routed.gather(1, experts.long()), shared], dim=1))
+    weights = exp(scores - scores.amax(1, keepdim=True))
     weights = weights / tree_sum(weights, 1, keepdim=True)
     weights = (weights * module.route_scale * module.global_scale.float()).to(rows.dtype)
     return routed, weights[:, : module.top_k], experts, weights[:, module.top_k :]

@@ -221,7 +221,7 @@ def register() -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     def blockwise_overlay(block_sequence_ids: Tensor) -> Callable[..., Any]:
-        """Return the rule by which tokens see their whole block; text has no blocks, only -1."""
+        """Return the rule that lets tokens of one block see each other; all ids are -1 in text."""
         if bool((block_sequence_ids < 0).all()):
             return lambda batch, head, query, key: query < 0
         overlay: Callable[..., Any] = blocks_of(block_sequence_ids)
@@ -229,7 +229,6 @@ def register() -> None:
 
     blocks_of: Any = getattr(masking_utils, "blockwise_overlay", None)
     if blocks_of is not None:
-        blocks_of = getattr(blocks_of, "verbatim_original", blocks_of)
         replace_function(masking_utils, "blockwise_overlay", blockwise_overlay)
 
     AttentionInterface.register(IMPLEMENTATION, flat_attention)

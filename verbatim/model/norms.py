@@ -54,8 +54,10 @@ class Norm:
 
     @property
     def is_complete(self) -> bool:
-        """Return False if the weight is not a parameter, but for example computed by hooks that prune."""
-        return self.weight_name is None or self.weight_name in self.module._parameters
+        """Return False if a tensor is not a parameter, but for example computed by hooks that prune."""
+        own: Any = self.module._parameters
+        has_bias = "bias" in own or getattr(self.module, "bias", None) is None
+        return has_bias and (self.weight_name is None or self.weight_name in own)
 
     @property
     def weight(self) -> Tensor | None:

@@ -25,7 +25,7 @@ from verbatim.kernels.functions import SUFFIX, addresses, has_kernels, run, stru
 from verbatim.model import products
 from verbatim.model.context import active_context, replaces
 from verbatim.model.differential import copy_of, noise, trial
-from verbatim.model.fingerprint import Place
+from verbatim.model.fingerprint import Place, place_of
 
 # As `Score` of kernels/experts.h.
 AS_IS, SOFTMAX, SIGMOID = range(3)
@@ -189,13 +189,14 @@ def router_forward(module: nn.Module) -> Callable[..., Any] | None:
     if parts is None:
         return None
     form = parts.form
-    original = type(module).forward
+    original, has_bias = type(module).forward, parts.bias.tensor is not None
 
     def forward(hidden_states: Tensor, correction: Tensor | None = None) -> Any:
-        if type(module).forward is not original:
+        weight, bias = parts.weight.tensor, parts.bias.tensor
+        pruned = weight is None or (bias is not None) != has_bias
+        if pruned or type(module).forward is not original:
             arguments = () if correction is None else (correction,)
             return type(module).forward(module, hidden_states, *arguments)
-        weight, bias = parts.weight.tensor, parts.bias.tensor
         hidden = hidden_states.reshape(-1, weight.shape[1])
         if parts.correction is not None:
             correction = parts.correction.tensor.reshape(-1)
@@ -294,12 +295,12 @@ def router_parts(module: nn.Module) -> RouterParts | None:
                 _forms[case] = next(filter(None, matches), None)
             except Exception:  # an unrelated module with such names
                 _forms[case] = None
-    match, bias = _forms[case], Place(holder._parameters, "bias")
+    match, bias = _forms[case], place_of(holder, "bias")
     if match is None or (match[0].wide and bias.tensor is not None):
         return None
     form, takes_correction, returns = match
     correction = corrections[0] if corrections else None
-    weights = Place(holder._parameters, "weight")
+    weights = place_of(holder, "weight")
     return RouterParts(module, form, weights, bias, correction, takes_correction, returns)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from verbatim.errors import NotSupported
 from verbatim.kernels.packing import WeightPacking
 from verbatim.model.quantizable import choose_packings, packable_of
 from verbatim.model.stored import Stored as Stored
@@ -59,7 +60,9 @@ _COMPARED_BYTES = 1 << 20  # per comparison
 _aten = torch.ops.aten
 _IDENTITIES = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh.default})
 _VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
-_CONVERSIONS = frozenset({_aten._to_copy.default, _aten.clone.default})  # of elements in place
+_CONVERSIONS = frozenset(
+    {_aten._to_copy.default, _aten.clone.default}
+)  # each element stays at its index
 
 
 class Traced(Tensor):
@@ -87,6 +90,8 @@ class Traced(Tensor):
         kwargs = dict(kwargs or {})
         if func is _aten.equal.default:  # transformers compares weights that may be tied
             return same_weights(*map(lazy_of, args))
+        if func._schema.is_mutable:
+            raise NotSupported(f"a conversion of weights modifies tensors in place ({func})")
         shapes = tree_map(_meta_like, (args, kwargs))
         if "device" in kwargs:
             shapes[1]["device"] = torch.device("meta")
@@ -322,7 +327,7 @@ def _reordered(lazy: Computed) -> tuple[WeightPacking, LazyWeight] | None:
     (packing, source), more = stored, lazy.args[1:]
     shape = list(packing.shape)
     if lazy.func in _VIEWS:
-        if more[0][-1] != shape[-1]:
+        if more[0][-1] != shape[-1] or -1 in more[0] or len(more[0]) < 2:
             return None
         shape, more = more[0], ([*more[0][:-1], -1],)
     elif lazy.func is _aten.transpose.int:

@@ -43,9 +43,9 @@ def _causal_conv(
     x,
     weight,
     bias,
+    states,
     state,
     starts,
-    sources,
     rows,
     targets,
     num_sequences,
@@ -55,14 +55,14 @@ def _causal_conv(
     HAS_BIAS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Convolve one row of some channels; inputs before the first row of its sequence are in the state."""
+    """Convolve one row of some channels; inputs before the first row of sequence s are in `states[s]`."""
     row = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     mask = channel < channels
     sequence = _count_below(starts + 1, num_sequences, row + 1)
     before = row - tl.load(starts + sequence)
     slot_size = tl.full([], TAPS - 1, tl.int64) * channels
-    source = state + tl.load(sources + sequence) * slot_size + channel
+    source = states + sequence.to(tl.int64) * slot_size + channel
     write = _count_below(rows, num_writes, row)
     written = tl.load(rows + write, mask=write < num_writes, other=-1) == row
     target = state + tl.load(targets + write, mask=written, other=0) * slot_size + channel
@@ -89,6 +89,9 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, a
     """Compute `verbatim.kv.recurrence.causal_conv`; `supports(x)` must hold."""
     num_tokens, channels = x.shape
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    starts, sources, *writes = at
+    # Copies: a piece of a sequence may overwrite the state that it reads, and programs run in any order.
+    before = state.index_select(0, sources)
     if num_tokens:
         block = min(CHANNELS, triton.next_power_of_2(channels))
         _causal_conv[(num_tokens, triton.cdiv(channels, block))](
@@ -96,10 +99,12 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, a
             x.contiguous(),
             weight.contiguous(),
             weight if bias is None else bias.contiguous(),
+            before,
             state,
-            *at,
-            len(at[1]),
-            len(at[2]),
+            starts,
+            *writes,
+            len(sources),
+            len(writes[0]),
             channels,
             TAPS=weight.shape[1],
             HAS_BIAS=bias is not None,

@@ -38,8 +38,8 @@ class Cluster:
         spares: idle processes that replace lost stages, 0 to 64.
         micro_batches: micro-batches per forward, which overlap in different stages. None: the number of
             stages if a forward has many rows, else one.
-        max_restarts: maximum stage replacements between two tokens of a request, 0 to 64; beyond, the
-            request fails.
+        max_restarts: maximum losses of stages that a request survives between two tokens, 0 to 64. Lost
+            stages are replaced in any case.
         patience_s: seconds of silence after which a stage is lost.
         step_timeout_s: seconds of computing one micro-batch after which a stage is lost.
         hosts: a custom source of processes, with the interface of

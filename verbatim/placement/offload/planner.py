@@ -341,7 +341,7 @@ class Planner:
         kv_sizes = [-(-base.kv_bytes * nbytes // token_bytes) for nbytes in shape.kv_layers]
         num_held = held["kv"], in_ram["kv"], layers - held["kv"] - in_ram["kv"]
         kv = offload.kv or _shares([*num_held], [*TIERS])
-        kv_tiers = assign_tiers(kv_sizes, kv)  # as the store does
+        kv_tiers = assign_tiers(shape.kv_layers, kv)  # as the store does
         waiting = shape.waiting_bytes(base.max_batch_tokens)
         memory = self._buffers(base, tuple(tiers), kv_tiers, held, in_ram)
         # Bytes of the weights in memory that are in the cache of experts.
