@@ -363,7 +363,7 @@ class Planner:
         if not offload.kv:
             pairs = zip(kv_tiers, kv_sizes, strict=True)
             kv_tiers = [place(size) if tier == "gpu" else take(tier, size) for tier, size in pairs]
-            kv = _shares([1] * layers, kv_tiers) if spills else kv
+            kv = _shares([*shape.kv_layers], kv_tiers) if spills else kv
         activations = offload.activations
         if activations is None:
             tier = "cpu" if in_ram["waiting"] else "disk"
