@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from verbatim.errors import NotSupported
 from verbatim.kernels.packing import WeightPacking
 from verbatim.model.quantizable import choose_packings, packable_of
 from verbatim.model.stored import Stored as Stored
@@ -90,8 +89,6 @@ class Traced(Tensor):
         kwargs = dict(kwargs or {})
         if func is _aten.equal.default:  # transformers compares weights that may be tied
             return same_weights(*map(lazy_of, args))
-        if func._schema.is_mutable:
-            raise NotSupported(f"a conversion of weights modifies tensors in place ({func})")
         shapes = tree_map(_meta_like, (args, kwargs))
         if "device" in kwargs:
             shapes[1]["device"] = torch.device("meta")
