@@ -95,11 +95,7 @@ def build(case: str) -> Any:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = model_cls(config).to(torch.bfloat16).eval()
-        kept = model._keep_in_fp32_modules_strict or ()  # as when it is loaded
-        for name, parameter in model.named_parameters():
-            if any(part in name for part in kept):
-                parameter.data = parameter.data.float()
+        model = sweep.cast(model_cls(config), torch.bfloat16).eval()
     finally:
         torch.set_default_dtype(before)
     store_by_rows(model)

@@ -657,7 +657,7 @@ def test_only_one_of_identical_layers_is_tried() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), list(zip(sweep.supported(), itertools.cycle(DTYPES))))
 def test_every_architecture_is_bit_identical_fused_and_plain(case: str, dtype: str) -> None:
-    model = sweep.build(case).to(DTYPES[dtype])
+    model = sweep.cast(sweep.build(case), DTYPES[dtype])
     fused = Decoder(model)
     assert fused.fused is not None
     # The forward of these two models calls the submodules of their layers itself.

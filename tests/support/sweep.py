@@ -112,6 +112,16 @@ def build(case: str) -> Any:
     return model
 
 
+def cast(model: Any, dtype: torch.dtype) -> Any:
+    """Cast a model, except weights that transformers keeps in float32 when it loads one."""
+    kept = model._keep_in_fp32_modules_strict or ()
+    exact = [p for n, p in model.named_parameters() if any(part in n for part in kept)]
+    model.to(dtype)
+    for parameter in exact:
+        parameter.data = parameter.data.float()
+    return model
+
+
 def markdown() -> str:
     """Return docs/architectures.md for the installed transformers."""
     from verbatim.model.trial import VERIFIED
