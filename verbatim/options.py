@@ -26,13 +26,12 @@ def thread_count(value: Any) -> int | None:
 
 def total_memory() -> int:
     """Return the bytes of RAM in this machine, or the limit of this process's container if it is lower."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([total, *(limit for limit, _ in _memory_limits())])
+    return min([_installed_memory(), *(limit for limit, _ in _memory_limits())])
 
 
 def available_memory() -> int:
     """Return the bytes of RAM that are free or freed on demand, within the container's limit."""
-    available = total_memory()
+    available = _installed_memory()
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:
@@ -41,6 +40,10 @@ def available_memory() -> int:
     except OSError:
         pass
     return max(0, min([available, *(limit - used for limit, used in _memory_limits())]))
+
+
+def _installed_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 # Files of a control group with its limit and its use, and the part of the use that is free on demand.

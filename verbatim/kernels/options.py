@@ -95,6 +95,8 @@ class AttentionOptions:
     def of_heads(self, heads: slice) -> AttentionOptions:
         """Return the options of some query heads; `chosen` stays as it is."""
         sinks, alibi, bias = self.sinks, self.alibi, self.bias
+        if sinks is None and alibi is None and bias is None:
+            return self
         return replace(
             self,
             sinks=None if sinks is None else sinks[..., heads].contiguous(),

@@ -123,7 +123,7 @@ def fuse_on_gpu(trial: LayerTrial) -> Build:
         (trial.returns is not None, "it returns more than hidden states"),
         (not trial.attended, "it does not attend"),
         (
-            options.alibi is not None or options.sinks is not None or options.differs_by_row,
+            any(x is not None for x in (options.alibi, options.bias, options.sinks)),
             "its attention has a bias or sinks",
         ),
     ):

@@ -70,7 +70,7 @@ def _router(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor,
     routed, shared = logits.split([module.num_experts, module.n_shared_experts], dim=1)
     routed, form = routed.contiguous(), RouterForm(module.top_k, SIGMOID)
     correction = module.e_score_correction_bias.float()
-    _, experts = choose(routed, form, correction, forced_experts(), rows.dtype)
+    _, experts = choose(routed, form, correction, forced_experts())
     scores = logsigmoid(torch.cat([routed.gather(1, experts.long()), shared], dim=1))
     weights = exp(scores - scores.amax(1, keepdim=True))
     weights = weights / tree_sum(weights, 1, keepdim=True)
