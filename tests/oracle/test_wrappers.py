@@ -18,13 +18,15 @@ from verbatim.model.loader import ModelSource
 from verbatim.weights.load import open_weights
 from verbatim.weights.opening import open_files
 
+FAST = {"glm4v", "glm5_next", "inkling2", "mistral_large4", "muse_spark", "qwen3_5_moe", "qwen3_vl"}
+
 
 @pytest.fixture(scope="module")
 def wrapper_folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return toys.saver(tmp_path_factory, make_wrapper)
 
 
-@pytest.mark.parametrize("name", slow_but(list(SUPPORTED)[::3], SUPPORTED))
+@pytest.mark.parametrize("name", slow_but(sorted(FAST & {*SUPPORTED}), SUPPORTED))
 def test_text_logits_match_multimodal_module(name: str, wrapper_folders: Folders) -> None:
     model = make_wrapper(name)
     assert_equal_in_every_schedule(model, Decoder(model))
@@ -37,7 +39,7 @@ def test_text_logits_match_multimodal_module(name: str, wrapper_folders: Folders
 @pytest.mark.filterwarnings("ignore:Casting complex values:UserWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_unsupported_multimodal_models_are_rejected(name: str) -> None:
-    with pytest.raises(UnsupportedModel, match=REFUSED[name]):
+    with pytest.raises(UnsupportedModel, match=REFUSED[name][0]):
         Decoder(make_wrapper(name))
 
 

@@ -165,7 +165,7 @@ def markdown() -> str:
         ", ".join(f"`{name}`" for name in wrappers.SUPPORTED),
         "",
         "Refused: "
-        + ", ".join(f"`{name}` ({why})" for name, why in wrappers.REFUSED.items())
+        + ", ".join(f"`{name}` ({why})" for name, (_, why) in wrappers.REFUSED.items())
         + ".",
     ]
     return "\n".join(lines) + "\n"

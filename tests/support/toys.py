@@ -191,7 +191,7 @@ def build(cls: Any, config: Any, *, dtype: torch.dtype = torch.float32, seed: in
         model = cls(config)
         for name, parameter in model.named_parameters():
             # These are initialized to 0 or 1, which would hide mistakes.
-            zeros = ("gate_preact", "ple.conv1d", "compressor")
+            zeros = ("gate_preact", "ple.conv1d", "compressor", "index_kpool")
             if parameter.ndim == 1 or any(part in name for part in zeros):
                 parameter.data += 0.1 * torch.randn(parameter.shape)
             # It is initialized to -10, where few gates would exceed the running maximum.

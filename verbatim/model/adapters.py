@@ -22,6 +22,7 @@ from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.model import (  # noqa: F401  (some register replacements)
     deepseek_v4,
+    glm5_next,
     inkling,
     products,
     recurrent_ops,
@@ -325,6 +326,8 @@ _INDEXERS = {
     "Dots3NoteTextIndexer": ("apply_rotary_pos_emb_interleave", False),
     "GlmMoeDsaIndexer": ("apply_rotary_pos_emb_interleave", False),
     "HYV4Indexer": ("apply_rotary_pos_emb", True),
+    "HYV4VLIndexer": ("apply_rotary_pos_emb", True),
+    "MistralLarge4TextIndexer": ("apply_rotary_pos_emb_interleave", False),
 }
 
 
@@ -338,18 +341,42 @@ def _indexer(
     **__: Any,
 ) -> Tensor:
     """An indexer of DeepSeek Sparse Attention; returns the positions of the chosen keys, `[B, T, top_k]`."""
-    rotation, rotated_last = _INDEXERS[type(module).__name__]
-    order = -1 if rotated_last else 1
-    widths = [module.qk_rope_head_dim, module.head_dim - module.qk_rope_head_dim]
     q = _split(module.wq_b(q_resid), module.n_heads)
+    return _choose(module, hidden_states, q, position_embeddings)
+
+
+@attends("MistralLarge4TextIndexer")
+def _mistral_indexer(
+    module: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Any,
+    position_ids: Tensor,
+    **_: Any,
+) -> Tensor:
+    """Mistral Large 4's indexer, which scales queries by position, and doesn't rotate in all layers."""
+    q = _split(module.wq_b(module.q_input_norm(hidden_states)), module.n_heads)
+    q = module.softmax_scaling(q, position_ids, head_dim_first=False)
+    return _choose(module, hidden_states, q, position_embeddings if module.use_rope else None)
+
+
+def _choose(
+    module: Any, hidden_states: Tensor, q: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Return the positions of the keys that an indexer chooses for unrotated queries `[B, T, H, D]`."""
     keys = _in_dtype(module.wk(hidden_states), module.k_norm)
     k = module.k_norm(keys).to(hidden_states.dtype).unsqueeze(2)
-    (q, q_plain), (k, k_plain) = (x.split(widths[::order], dim=-1)[::order] for x in (q, k))
-    q, k = _source(module, rotation)(q, k, *position_embeddings, unsqueeze_dim=2)
-    q, k = (
-        torch.cat([rotated, plain][::order], dim=-1).flatten(0, 1)
-        for rotated, plain in ((q, q_plain), (k, k_plain))
-    )
+    if position_embeddings is not None:
+        rotation, rotated_last = _INDEXERS[type(module).__name__]
+        order = -1 if rotated_last else 1
+        widths = [module.qk_rope_head_dim, module.head_dim - module.qk_rope_head_dim][::order]
+        (q, q_plain), (k, k_plain) = (x.split(widths, dim=-1)[::order] for x in (q, k))
+        q, k = _source(module, rotation)(q, k, *position_embeddings, unsqueeze_dim=2)
+        q, k = (
+            torch.cat([rotated, plain][::order], dim=-1)
+            for rotated, plain in ((q, q_plain), (k, k_plain))
+        )
+    q, k = q.flatten(0, 1), k.flatten(0, 1)
     weights = module.weights_proj(_in_dtype(hidden_states, module.weights_proj)).float()
     weights = weights * float(module.n_heads**-0.5 * module.softmax_scale)
     options = IndexOptions(module.index_topk, weights.flatten(0, 1))

@@ -47,15 +47,24 @@ def _records(layer: Any, hidden: Tensor, position_ids: Tensor) -> Tensor:
         # means alternate: in each window, one reads the first half and the other the second half.
         key, value = (torch.where(odd, x.roll(dim, 1), x) for x in (key, value))
         forgets = forgets & ((torch.arange(2 * dim, device=odd.device) >= dim) == odd)
-    decay = torch.where(forgets, torch.inf, 0.0)
-    update = partial(weighted_mean, key, value, key.new_zeros(key.shape[1]), decay)
-    shape = StateShape((3, key.shape[1]), torch.float32)
-    mean = update_state(shape, update)
+    mean = window_mean(key, value, forgets)
     if overlaps:
         mean = torch.where(odd, mean[:, :dim], mean[:, dim:])
     rows = layer.kv_norm(mean.to(hidden.dtype)).view(*hidden.shape[:2], 1, dim)
     angles = layer.rotary_emb(hidden, position_ids=starts, layer_type=layer.rope_layer_type)
     return _rotate(layer, rows, *angles).flatten(0, 1)
+
+
+def window_mean(gate: Tensor, value: Tensor, first: Tensor) -> Tensor:
+    """Return the mean of each row's window up to the row, weighted by exp(gate).
+
+    Args:
+        gate, value: `[T, C]` float32.
+        first: `[T, C]`; whether a window begins with the row.
+    """
+    decay = torch.where(first, torch.inf, 0.0)
+    update = partial(weighted_mean, gate, value, gate.new_zeros(gate.shape[1]), decay)
+    return update_state(StateShape((3, gate.shape[1]), torch.float32), update)
 
 
 @replaces("DeepseekV4CSACompressor", "DeepseekV4HCACompressor", recurrent=True)

@@ -30,7 +30,7 @@ from verbatim.model.context import replaces, route
 from verbatim.model.differential import noise, trial
 from verbatim.model.elementwise import activation_of
 from verbatim.model.fingerprint import Fingerprint, Place, numbers_of, place_of, tensors_of
-from verbatim.model.norms import Norm, find_norm
+from verbatim.model.norms import find_norm
 from verbatim.model.products import linear
 from verbatim.model.structs import NotFusable, matrix_at, norm_of
 from verbatim.quantization.matrix import QuantizedMatrix
@@ -179,11 +179,8 @@ class ExpertsParts:
             transposed = is_transposed(experts)
             self.inputs = [stack_of(experts, "gate_up_proj" if gated else "up_proj", transposed)]
             self.down = stack_of(experts, "down_proj", transposed)
-        self.norm: Norm | None = None
-        if getattr(experts, "has_post_expert_norm", False):
-            self.norm = find_norm(experts.post_expert_norm)
-            if self.norm is None:
-                raise NotFusable("the norm after its experts is not a known kind of RMS norm")
+        normed = getattr(experts, "has_post_expert_norm", False)
+        self.norm: nn.Module | None = experts.post_expert_norm if normed else None
         self.glu, self.alpha, self.limit = _glu_of(experts) if gated else (UNGATED, 0.0, 0.0)
         self._act: Any = _act_of(experts)
         self._gate_modules = self._gate_modules_now()
@@ -192,7 +189,7 @@ class ExpertsParts:
             p for s in (*self.inputs, self.down) for p in (s.weight, s.bias)
         ]
         if self.norm is not None:
-            self.tensors += tensors_of([self.norm.module])
+            self.tensors += tensors_of([self.norm])
         self._missing = [place.tensor is None for place in self.tensors]
         self._struct = ExpertsStruct()
         self._fingerprint = Fingerprint(self.tensors)
@@ -237,7 +234,10 @@ class ExpertsParts:
         for i, stack in enumerate(self.inputs):
             struct.inputs[i] = stack.struct(dtype)
         struct.down = self.down.struct(dtype)
-        struct.norm = norm_of(self.norm, dtype, self.hidden, None)
+        norm = None if self.norm is None else find_norm(self.norm)
+        if norm is None and self.norm is not None:
+            raise NotFusable("the norm after its experts is not a known kind of RMS norm")
+        struct.norm = norm_of(norm, dtype, self.hidden, None)
         struct.count = self.down.num_matrices
         struct.hidden, struct.inner = self.hidden, self.down.depth
         struct.num_inputs, struct.glu = len(self.inputs), self.glu
@@ -276,7 +276,7 @@ class ExpertsParts:
         mixed = torch.cat([project(stack, rows) for stack in self.inputs], -1)
         out = project(self.down, self._gate(mixed))
         if self.norm is not None:
-            out = self.norm.module(out)
+            out = self.norm(out)
         return out
 
     def _gate(self, x: Tensor) -> Tensor:

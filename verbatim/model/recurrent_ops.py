@@ -196,13 +196,14 @@ def _lightning_attention(
     return layer.out_proj(sigmoid(layer.output_gate(hidden_states)) * out), None
 
 
-@replaces("KimiLinearForgetGate", recurrent=True)
+@replaces("Glm5NextTextForgetGate", "KimiLinearForgetGate", recurrent=True)
 def _forget_gate(layer: Any, hidden_states: Tensor) -> Tensor:
     """Return the logarithms of the decays of Kimi delta attention, `[B, T, H, K]` (arXiv:2510.26692)."""
     gates = layer.f_b_proj(layer.f_a_proj(hidden_states)).float() + layer.dt_bias.float()
-    steps = softplus(gates).unflatten(-1, (layer.num_heads, -1))
-    logs: Tensor = -exp(layer.A_log.float()) * steps
-    return logs
+    gates = gates.unflatten(-1, (layer.num_heads, -1))
+    rate: Tensor = exp(layer.A_log.float()).view(-1, 1)
+    bound: float | None = getattr(layer, "safe_gate_lower_bound", None)
+    return -rate * softplus(gates) if bound is None else bound * sigmoid(rate * gates)
 
 
 @replaces("RecurrentGemmaRecurrentBlock", recurrent=True)

@@ -100,7 +100,7 @@ def expand(streams: Tensor, output: Tensor, after: Tensor, between: Tensor | Non
     return after[..., None] * output + mixed.to(streams.dtype)
 
 
-@replaces("DeepseekV4UnweightedRMSNorm")
+@replaces("DeepseekV4UnweightedRMSNorm", "Glm5NextTextUnweightedRMSNorm")
 def _unweighted_norm(module: Any, x: Tensor) -> Tensor:
     """Compute an RMS norm that rounds a row's factor before multiplying."""
     if x.dtype is torch.float32 and elementwise.supports(x):
@@ -116,7 +116,12 @@ def _normed(module: Any, streams: Tensor) -> Tensor:
     return _unweighted_norm(norm, rows) if type(norm).__name__.startswith("HYV4") else norm(rows)
 
 
-@replaces("DeepseekV4HyperConnection", "HYV4HyperConnection")
+@replaces(
+    "DeepseekV4HyperConnection",
+    "Glm5NextTextHyperConnection",
+    "HYV4HyperConnection",
+    "HYV4VLHyperConnection",
+)
 def _hyper_connection(module: Any, streams: Tensor) -> tuple[Tensor, ...]:
     """Return the results of `collapse` for streams `[B, T, N, D]`, without None."""
     mixes = products.linear(_normed(module, streams), module.fn.float())
@@ -127,13 +132,15 @@ def _hyper_connection(module: Any, streams: Tensor) -> tuple[Tensor, ...]:
     return tuple(x for x in factors if x is not None)
 
 
-@replaces("DeepseekV4DecoderLayer", "HYV4DecoderLayer")
-def _layer(
+@replaces("DeepseekV4DecoderLayer", "HYV4DecoderLayer", "HYV4VLDecoderLayer")
+def run_layer(
     module: Any, hidden_states: Tensor, input_ids: Tensor | None = None, **kwargs: Any
 ) -> Any:
-    """Run a layer on residual streams `[B, T, N, D]`; HY V4's attention also returns its chosen keys."""
+    """Run a layer on residual streams `[B, T, N, D]`; some attention also returns its chosen keys."""
     after, *between, x = module.attn_hc(hidden_states)
-    attended, _, *others = module.self_attn(module.input_layernorm(x), **kwargs)
+    attended = module.self_attn(module.input_layernorm(x), **kwargs)
+    # GLM's linear attention returns no keys, but its layer does.
+    attended, _, *others = attended if isinstance(attended, tuple) else (attended, None, None)
     streams = expand(hidden_states, attended, after, *between)
     after, *between, x = module.ffn_hc(streams)
     arguments = {} if input_ids is None else {"input_ids": input_ids}
@@ -142,7 +149,7 @@ def _layer(
     return (streams, *others) if others else streams
 
 
-@replaces("DeepseekV4HyperHead", "HYV4HyperHead")
+@replaces("DeepseekV4HyperHead", "HYV4HyperHead", "HYV4VLHyperHead")
 def _hyper_head(module: Any, streams: Tensor) -> Tensor:
     """Merge the residual streams `[B, T, N, D]` into one after the last layer."""
     mixes = products.linear(_normed(module, streams), module.hc_fn.float())
