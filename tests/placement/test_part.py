@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from support import sweep, toys
+from support import sweep, toys, wrappers
 from support.requests_mixed import generated
 from support.stores import Sequences
 from support.toys import Folders
@@ -207,6 +207,19 @@ def test_every_architecture_is_offloaded_and_cut_or_rejected(case: str, tmp_path
         assert not Split(skeleton).cuts
     else:
         assert_cut_anywhere_it_is_the_same(module, skeleton)
+
+
+# Layers of the first reuse the keys that another chose, of the second also its keys and values.
+@pytest.mark.parametrize(("name", "cuts"), [("glm5_next", [1, 2, 3]), ("mistral_large4", [2])])
+def test_layers_that_reuse_choices_of_keys_stay_in_one_part(
+    name: str, cuts: list[int], tmp_path: Path
+) -> None:
+    if name not in wrappers.SUPPORTED:
+        pytest.skip(f"the installed transformers has no {name}")
+    wrappers.make_wrapper(name).save_pretrained(tmp_path)
+    module, skeleton = open_both(tmp_path)
+    assert Split(skeleton).cuts == cuts
+    assert_cut_anywhere_it_is_the_same(module, skeleton)
 
 
 _SIX = dict(num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3)

@@ -57,7 +57,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "hunyuan_vl": _mrope(2, 2, 2, 2),
     "hy_v4_vl": _mrope(2, 1, 1),
     "mistral_large4": dict(text_config=dict(
-        num_key_value_heads=4, no_rope_layers=[1, 1, 0, 1], kv_source_layers=[0, 0, 2, 0],
+        num_key_value_heads=4, no_rope_layers=[1, 1, 0, 0], kv_source_layers=[0, 0, 2, 2],
         indexer_types=["full", "shared", "full", "full"],
         mlp_layer_types=["dense", *["sparse"] * 3])),
     "mistral4": dict(num_key_value_heads=4),

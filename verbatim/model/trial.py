@@ -115,7 +115,10 @@ def inspect_model(module: nn.Module) -> ModelSpec:
 def try_out(module: nn.Module, spec: ModelSpec) -> None:
     """Compare the flat path with the model's own forward; raise UnsupportedModel if results differ."""
     device = next(module.parameters()).device
-    high = max(2, min(spec.vocab_size, 1000) - 3)  # avoids special ids, which are at both ends
+    config = inner_model(module).config.get_text_config(decoder=True)
+    # A part of a model that is not its last returns hidden states, which may be wider than the vocabulary.
+    vocab_size = min(spec.vocab_size, getattr(config, "vocab_size", spec.vocab_size))
+    high = max(2, min(vocab_size, 1000) - 3)  # avoids special ids, which are at both ends
     sequences = [(torch.arange(n) * 37 + 5 * n) % high + 2 for n in _LENGTHS]
     rows = [dict(input_ids=ids[None].to(device), use_cache=False) for ids in sequences]
     with quiet(), patched(module, [], hooks=False, attention="eager"):

@@ -456,15 +456,20 @@ def _blocked_by_flows(outline: _Outline, inner: Any) -> set[int]:
     """Return the cuts across which more than the output of one layer would be needed."""
     entries = outline.entries
     position: dict[Source, int] = {entry.index: i for i, entry in enumerate(entries)}
-    # A layer with its own indexer is passed the choice of the previous layer, but does not use it.
-    indexers = getattr(inner.config.get_text_config(decoder=True), "indexer_types", None) or []
+    config = inner.config.get_text_config(decoder=True)
+    indexers = getattr(config, "indexer_types", None) or []
+    kinds = getattr(config, "layer_types", None) or []
     blocked = set[int]()
     streams = [*(entry.of_hidden for entry in entries), outline.of_logits]
     for reached, sources in enumerate(streams):
         previous = {entries[reached - 1].index} if reached else set[Source]()
         others = set[Source]() if reached == len(entries) else entries[reached].of_others
         if reached < len(indexers) and indexers[reached] == "full":
+            # It is passed the choice of the previous layer, but does not use it.
             others = others - previous
+        elif reached < min(len(indexers), len(kinds)) and kinds[reached] == "indexed_attention":
+            chooser = max(i for i in range(reached) if indexers[i] == "full")
+            others = others | {entries[chooser].index}
         for layer in (sources - previous | others) & position.keys():
             blocked.update(range(position[layer] + 1, reached + 1))
     return blocked
@@ -480,9 +485,10 @@ def _blocked_by_objects(entries: list[_Entry], inner: Any) -> set[int]:
     modes, kinds = getattr(config, "kv_sharing_modes", None), getattr(config, "layer_types", None)
     if names != {"shared_kv_states"} or not modes or not kinds or len(modes) != count:
         return set(range(1, count))
-    blocked = set[int]()
+    blocked, makers = set[int](), getattr(config, "kv_source_layers", None)
     for reader, (mode, kind) in enumerate(zip(modes, kinds, strict=True)):
-        makers = [i for i in range(reader) if modes[i] == "store" and kinds[i] == kind]
-        if mode == "reuse" and makers:
-            blocked.update(range(makers[-1] + 1, reader + 1))
+        stores = [i for i in range(reader) if modes[i] == "store" and kinds[i] == kind]
+        if (mode or "").startswith("reuse") and stores:
+            maker = stores[-1] if makers is None else makers[reader]
+            blocked.update(range(maker + 1, reader + 1))
     return blocked
