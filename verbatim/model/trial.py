@@ -47,11 +47,24 @@ _CAUSAL_PREFIXES = """
 _OTHER_CLASSES = """
     BertGenerationDecoder BertLMHeadModel CTRLLMHeadModel Gemma3ForConditionalGeneration
     Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration GotOcr2ForConditionalGeneration
-    GPT2LMHeadModel MossTranscribeDiarizeForConditionalGeneration OpenAIGPTLMHeadModel
-    Qwen4ExpForConditionalGeneration
+    GPT2LMHeadModel Mistral4ForCausalLM MossTranscribeDiarizeForConditionalGeneration
+    NemotronH_Omni_Reasoning_V3 OpenAIGPTLMHeadModel Qwen4ExpForConditionalGeneration
+"""
+# Multimodal classes, without the suffix "ForConditionalGeneration".
+_MULTIMODAL_PREFIXES = """
+    Apertus1p5 Aria AyaVision Chameleon Cohere2Vision CohereCompass Cosmos3Edge Cosmos3Omni DeepseekOcr2
+    DeepseekVL DeepseekVLHybrid Ernie4_5_VLMoe Exaone4_5_ FunAsrNano Glm46V Glm4v Glm4vMoe Glm5Next GlmAsr
+    GlmOcr Granite4Vision GraniteDocling GraniteSpeech GraniteSpeechPlus HunYuanVL HyperCLOVAXVisionV2
+    HYV4VL Idefics2 Idefics3 Inkling2 Inkling2Loop Inkling InternVL Janus Kimi_K25 Kosmos2_5 Lfm2Vl
+    Lfm3Vl LightOnOcr Llava LlavaNext LlavaNextVideo LlavaOnevision MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7
+    MiniMaxM3Sparse Mistral3 MistralLarge4 Molmo2 MuseGlimmer MuseSpark OmniASR Ovis2 PaddleOCRVL
+    QianfanOCR Qwen2_5_VL Qwen2_5OmniThinker Qwen2Audio Qwen2VL Qwen3_5 Qwen3_5Moe Qwen3ASR
+    Qwen3OmniMoeThinker Qwen3VL Qwen3VLMoe SmolVLM Step3p7 UnlimitedOcr VideoLlama3 VideoLlava VipLlava
+    Voxtral
 """
 VERIFIED = frozenset(_OTHER_CLASSES.split()) | {
-    f"{name}ForCausalLM" for name in _CAUSAL_PREFIXES.split()
+    *(f"{name}ForCausalLM" for name in _CAUSAL_PREFIXES.split()),
+    *(f"{name}ForConditionalGeneration" for name in _MULTIMODAL_PREFIXES.split()),
 }
 
 # Reasons to refuse layer types, by a substring of the type.
@@ -159,11 +172,17 @@ def try_out(module: nn.Module, spec: ModelSpec) -> None:
 
 
 def is_verified(module: Any, inner: Any) -> bool:
-    """Return whether the class of `inner` is verified, and no layer was replaced."""
-    cls = type(inner)
+    """Return whether the class of `inner`, and that of its text model, is verified, and no layer replaced."""
+    from transformers.models.auto import modeling_auto as auto
+
+    cls, text = type(inner), inner.config.get_text_config(decoder=True)
+    own_text = type(text).__module__.rpartition(".")[0] == cls.__module__.rpartition(".")[0]
+    names = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+    kind = text.model_type.removesuffix("_text")
     return (
         cls.__module__.startswith("transformers.models.")
         and cls.__name__ in VERIFIED
+        and (own_text or any(classes.get(kind) in VERIFIED for classes in names))
         and all(type(layer).__module__.startswith(_KNOWN_SOURCES) for layer in module.modules())
     )
 
