@@ -21,9 +21,11 @@ enum NormKind : int32_t {
     ROUNDED = 2,   // Llama, Qwen: round(weight * round(x * inv))
     WIDE = 3,      // Olmo 2, GPT-OSS: round(weight * (x * inv))
     ONE_PLUS = 4,  // Gemma: round((x * inv) * (1 + weight))
+    ONE_PLUS_ROUNDED = 5,  // Muse Spark: round((x * inv) * round(1 + weight))
+    SCALED_FIRST = 6,      // Muse Spark's experts: BARE of round(x * round(1 + weight))
     // LayerNorms, of x minus its mean:
-    CENTERED = 5,           // round(weight * (x * inv) + bias), each optional
-    CENTERED_ONE_PLUS = 6,  // Nemotron: round((x * inv) * round(1 + weight) + bias)
+    CENTERED = 7,           // round(weight * (x * inv) + bias), each optional
+    CENTERED_ONE_PLUS = 8,  // Nemotron: round((x * inv) * round(1 + weight) + bias)
 };
 
 struct Norm {
@@ -98,12 +100,16 @@ template <typename T, typename F> static inline float sum_of(const T *x, int64_t
 }
 
 template <typename T> static inline void norm_row(T *out, const T *x, const Norm &norm) {
+    const T *w = (const T *)norm.weight, *b = (const T *)norm.bias;
+    if (norm.kind == SCALED_FIRST) {
+        each_lane(out, norm.width, [=](auto at) { return at(x) * rounded<T>(1.0f + at(w)); });
+        return norm_row(out, out, Norm{nullptr, norm.width, norm.eps, BARE});
+    }
     const float width = (float)norm.width;
     const auto add = [](f32x16 total, f32x16 v) { return total + v; };
     const float mean = norm.kind >= CENTERED ? sum_of(x, norm.width, add) / width : 0.0f;
     const auto square = [=](f32x16 total, f32x16 v) { return fma(v - mean, v - mean, total); };
     const f32x16 inv = splat(1.0f / sqrtf(sum_of(x, norm.width, square) / width + norm.eps));
-    const T *w = (const T *)norm.weight, *b = (const T *)norm.bias;
     const auto write = [=](auto weighted) {
         const auto normed = [=](auto at) { return weighted(at, (at(x) - mean) * inv); };
         if (!b) each_lane(out, norm.width, normed);
@@ -117,6 +123,7 @@ template <typename T> static inline void norm_row(T *out, const T *x, const Norm
     case CENTERED:
         if (!w) return write([](auto, f32x16 y) { return y; });
         return write([=](auto at, f32x16 y) { return at(w) * y; });
+    case ONE_PLUS_ROUNDED:
     case CENTERED_ONE_PLUS:
         return write([=](auto at, f32x16 y) { return y * rounded<T>(1.0f + at(w)); });
     }

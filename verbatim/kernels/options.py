@@ -171,8 +171,10 @@ class NormKind(enum.IntEnum):
     ROUNDED = 2  # Llama, Qwen: round(weight * round(x * inv))
     WIDE = 3  # Olmo 2, GPT-OSS: round(weight * (x * inv))
     ONE_PLUS = 4  # Gemma: round((x * inv) * (1 + weight))
-    CENTERED = 5  # LayerNorm, of x minus its mean: round(weight * (x * inv) + bias)
-    CENTERED_ONE_PLUS = 6  # Nemotron: the same with round(1 + weight)
+    ONE_PLUS_ROUNDED = 5  # Muse Spark: round((x * inv) * round(1 + weight))
+    SCALED_FIRST = 6  # Muse Spark's experts: BARE of round(x * round(1 + weight))
+    CENTERED = 7  # LayerNorm, of x minus its mean: round(weight * (x * inv) + bias)
+    CENTERED_ONE_PLUS = 8  # Nemotron: the same with round(1 + weight)
 
 
 class Activation(enum.IntEnum):

@@ -236,10 +236,17 @@ def _close(ours: Tensor, theirs: Any, atol: float) -> bool:
     return close and float((theirs != ours).float().mean()) < 0.01
 
 
+_ROUNDED_FACTORS = (NormKind.ONE_PLUS_ROUNDED, NormKind.SCALED_FIRST, NormKind.CENTERED_ONE_PLUS)
+
+
 def formula(
     x: Tensor, weight: Tensor | None, eps: float, kind: NormKind, bias: Tensor | None = None
 ) -> Tensor:
     """Compute the norm of a family over the last dimension of `x`, in torch."""
+    if weight is not None and kind in _ROUNDED_FACTORS:
+        weight = 1.0 + weight
+    if weight is not None and kind is NormKind.SCALED_FIRST:
+        x, weight = (x.float() * weight.float()).to(x.dtype), None
     wide = x.float()
     if kind >= NormKind.CENTERED:
         wide = wide - wide.mean(-1, keepdim=True)
@@ -247,7 +254,5 @@ def formula(
     if weight is not None:
         if kind is NormKind.ROUNDED:
             normed = normed.to(x.dtype).float()
-        if kind is NormKind.CENTERED_ONE_PLUS:
-            weight = 1.0 + weight
         normed = normed * (weight.float() + (1.0 if kind is NormKind.ONE_PLUS else 0.0))
     return (normed if bias is None else normed + bias.float()).to(x.dtype)

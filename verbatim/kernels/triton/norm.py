@@ -12,6 +12,7 @@ from verbatim.kernels.triton.numbers import DTYPES, EXACT, rounded, widened
 
 BARE, ROUNDED = tl.constexpr(int(NormKind.BARE)), tl.constexpr(int(NormKind.ROUNDED))
 ONE_PLUS = tl.constexpr(int(NormKind.ONE_PLUS))
+SCALED_FIRST = tl.constexpr(int(NormKind.SCALED_FIRST))
 
 
 @triton.jit
@@ -37,12 +38,17 @@ def _rms_norm(
         both = rounded(values, DTYPE)
         tl.store(summed + place, both, mask=mask)
         values = widened(both)
-    mean = tl.sum(values * values, 0) / width
-    normed = values * (1.0 / tl.sqrt_rn(mean + eps))
     if KIND != BARE:
         factor = widened(tl.load(weight + at, mask=mask, other=0.0))
-        if KIND == ONE_PLUS:
+        if KIND >= ONE_PLUS:
             factor += 1.0
+        if KIND > ONE_PLUS:
+            factor = widened(rounded(factor, DTYPE))
+        if KIND == SCALED_FIRST:
+            values = widened(rounded(values * factor, DTYPE))
+    mean = tl.sum(values * values, 0) / width
+    normed = values * (1.0 / tl.sqrt_rn(mean + eps))
+    if KIND != BARE and KIND != SCALED_FIRST:
         if KIND == ROUNDED:
             normed = widened(rounded(normed, DTYPE))
         normed = factor * normed
