@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from support import toys
 from support.pairwise import slow_but
@@ -62,6 +67,18 @@ def test_offload_gives_same_tokens(name: str, wrapper_folders: Folders) -> None:
     expected = generated(LLM(wrapper_folders(name)), prompts, params)
     with LLM(wrapper_folders(name), placement=Offload(gpu="200MB")) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_omni", "qwen3_omni_moe"])
+def test_only_the_part_of_omni_models_that_writes_text_is_opened(name: str, tmp_path: Path) -> None:
+    model = make_wrapper(f"{name}_thinker")
+    config = dict(model_type=name, thinker_config=model.config.to_dict())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {f"thinker.{key}": value for key, value in model.state_dict().items()}
+    save_file(tensors | {"talker.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    prompts, params = mixed_requests(4)
+    prompts = [[i for i in ids if i != PLACEHOLDER] for ids in prompts]
+    assert generated(LLM(tmp_path), prompts, params) == generated(LLM(model), prompts, params)
 
 
 def test_image_token_id_is_found_in_inner_config() -> None:

@@ -236,6 +236,8 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
         plain, _ = PretrainedConfig.get_config_dict(source, **where)
         check_config(source, plain, where["trust_remote_code"])
         config = AutoConfig.from_pretrained(source, **where)
+        # In Qwen's Omni models, one part generates text, and others speak it.
+        config = getattr(config, "thinker_config", config)
     except VerbatimError:
         raise
     except Exception as error:  # config classes raise arbitrary exceptions
