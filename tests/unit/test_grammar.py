@@ -170,6 +170,21 @@ def test_escaped_property_name_cannot_bypass_its_schema():
     assert not takes('{"\\u0061":"x"}', json_schema=schema)
 
 
+@pytest.mark.parametrize("low", [0, 1, -3])
+@pytest.mark.parametrize("placed", ["json_schema", "allOf", "grammar"])
+def test_exclusive_bound_of_a_narrow_range_is_excluded(low, placed):
+    for schema in ({"maximum": low + 0.5}, {"exclusiveMinimum": low - 0.5}):
+        key = "exclusiveMinimum" if "maximum" in schema else "exclusiveMaximum"
+        parts = [{"type": "number", key: low}, schema]
+        whole = {"allOf": parts} if placed == "allOf" else parts[0] | schema
+        text = f"start: %json {json.dumps(whole)}"
+        structure = {"grammar": text} if placed == "grammar" else {"json_schema": whole}
+        within = low + (0.25 if "maximum" in schema else -0.25)
+        assert takes(f"{within}", **structure)
+        assert not takes(f"{low}", **structure)
+        assert not takes("-0", **structure)
+
+
 REFUSED_SCHEMAS: list[tuple[Any, str]] = [
     ({"not": {"type": "string"}}, "not supported: not"),
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),

@@ -36,6 +36,7 @@ from verbatim.sampling.json_schema import (
     check_cost,
     check_schema,
     format_embedded,
+    narrow_bounds,
 )
 from verbatim.sampling.processors import bitmask, in_mask
 from verbatim.sampling.vocabulary import Vocabulary
@@ -429,6 +430,7 @@ def _source(kind: str, text: Any, any_whitespace: bool) -> str:
         schema = {} if schema is True else schema
         check_schema(schema)
         check_cost(schema)
+        narrow_bounds(schema)
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if kind == "choice":
         texts = [

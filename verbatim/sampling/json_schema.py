@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from decimal import Decimal
@@ -98,6 +99,19 @@ def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
         if part.get("properties") and not part.keys() & _OPEN_KEYWORDS:
             part["additionalProperties"] = False
     return stricter
+
+
+def narrow_bounds(root: dict[str, Any]) -> None:
+    """Move exclusive bounds that are integers inwards, by the smallest step or 1e-15.
+
+    For 0 < x <= 0.5, llguidance would allow 0: the bound without a fraction, if both have one integer part.
+    """
+    for _, schema, _ in _schemas(root):
+        for key, sign in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
+            bound: Any = schema.get(key)
+            # Only the bound nearer to 0 would be included.
+            if type(bound) in (int, float) and bound % 1 == 0 and 0 <= bound * sign <= 2**53:
+                schema[key] = sign * max(math.nextafter(abs(bound), math.inf), 1e-15)
 
 
 # llguidance intersects the automata of `allOf`, `$ref` and adjacent keywords. Time and memory grow with the
@@ -218,6 +232,7 @@ def format_embedded(grammar: str, options: JsonCompileOptions) -> str:
             schema, end = decoder.raw_decode(grammar, match.end())
             if isinstance(schema, dict):
                 check_cost(schema)
+                narrow_bounds(schema)
         except json.JSONDecodeError:
             continue  # not a schema; llguidance reports the error
         except InvalidRequest as error:
