@@ -302,7 +302,8 @@ class Processors:
         self, settings: Settings, custom: Any, prefix_fn: Any, width: int, vocab_size: int
     ) -> None:
         self._settings, self._vocab_size = settings, vocab_size
-        self._min_tokens, self._new_tokens = settings.min_tokens(width), settings.new_tokens(width)
+        self._new_tokens = settings.new_tokens(width)
+        self._min_tokens = min(settings.min_tokens(width), self._new_tokens)
         self._custom = _checked(custom)
         check_kind("prefix_allowed_tokens_fn", prefix_fn, Callable | None, "a function")
         self._prefix_fn = prefix_fn
