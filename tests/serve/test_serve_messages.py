@@ -13,7 +13,7 @@ import pytest
 from support.programs import PATIENCE_S
 from support.serving import Served, serving, talking
 from support.tool_templates import HERMES, THINKING
-from verbatim import LLM
+from verbatim import LLM, SamplingParams
 from verbatim.serve.settings import ServeSettings
 
 KEY = "a-key-of-eight"
@@ -89,6 +89,19 @@ def test_message_matches_chat_of_the_same_turns(served):
     stop = block["text"][3:6]
     ended = served.post("/v1/messages", **ASK | {"system": "Be short.", "stop_sequences": [stop]})
     assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", stop)
+
+
+@pytest.mark.parametrize("content", ["Once upon", [{"type": "text", "text": "Once upon"}]])
+def test_answer_continues_a_last_message_of_the_assistant(served, content):
+    begun = {"messages": [*MESSAGES, {"role": "assistant", "content": content}]}
+    prompt = served.post("/tokenize", messages=MESSAGES)["ids"]
+    prompt += served.llm.tokenizer.encode("Once upon", special_tokens=False)
+    counted = served.post("/v1/messages/count_tokens", **begun)
+    assert counted == {"input_tokens": len(prompt)}
+    params = SamplingParams(max_tokens=12, temperature=0)
+    (result,) = served.llm.generate([prompt], params)
+    (block,) = served.post("/v1/messages", **ASK | begun, temperature=0.0)["content"]
+    assert block["text"] == result.outputs[0].text
 
 
 @pytest.mark.parametrize(

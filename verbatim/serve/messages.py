@@ -171,6 +171,7 @@ class MessagesRequest(ConversationRequest[Messages]):
             body.output_config and body.output_config.format,
             body.tools or (),
             *_choice(body.tool_choice),
+            template_kwargs=_CONTINUED if _ends_in_answer(body) else None,
             effort=getattr(body.output_config, "effort", None),
             thinking=None if body.thinking is None else body.thinking.type != "disabled",
         )
@@ -290,6 +291,18 @@ def _choice(choice: ToolChoice | None) -> tuple[str | NamedFunction | None, bool
     if choice.name is not None:
         return NamedFunction(name=choice.name), several
     return {"any": "required"}.get(choice.type, choice.type), several
+
+
+# Template variables that make the model continue the last message.
+_CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
+
+
+def _ends_in_answer(body: CountTokens) -> bool:
+    """Return whether the last message begins the answer: one of the assistant, without calls."""
+    last = body.messages[-1]
+    return last.role == "assistant" and not any(
+        isinstance(block, ToolUseBlock) for block in last.content
+    )
 
 
 def _messages(body: CountTokens) -> Iterator[dict[str, Any]]:
