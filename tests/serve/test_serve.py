@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from support.programs import PATIENCE_S
 from support.serving import Client, Served, serving
+from support.toy_tokenizers import byte_level
+from support.toys import make_toy
 from verbatim import LLM, SamplingParams
 from verbatim.sampling.json_schema import close_objects
 from verbatim.serve.fields import ChatCompletions, Completions, Sampling
@@ -190,6 +196,30 @@ def test_echo_returns_prompt_with_logprobs_equal_to_score(served):
     assert scored["usage"]["completion_tokens"] == 0
     error = served.refused("/v1/completions", {"prompt": "x", "max_tokens": 0})
     assert error["param"] == "max_tokens"
+
+
+def test_text_offset_leaves_out_tokens_without_text():
+    backend = Backend.from_str(byte_level().hf.backend_tokenizer.to_str())
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    letters = hf("abc", add_special_tokens=False)["input_ids"]
+    body = {"echo": True, "logprobs": 0, "seed": 1, "ignore_eos": True}
+    body |= {"allowed_token_ids": [2, *letters]}
+    with LLM(make_toy("llama", vocab_size=len(hf)), tokenizer=hf) as llm, serving(llm) as server:
+        for prompt in ("the fox", hf("the fox")["input_ids"]):
+            body["prompt"] = prompt
+            (choice,) = server.post("/v1/completions", **body)["choices"]
+            found, text = choice["logprobs"], choice["text"]
+            assert "</s>" in found["tokens"][:-1]
+            for token, start in zip(found["tokens"], found["text_offset"], strict=True):
+                assert text[start:].startswith(token) or token in ("<s>", "</s>")
+            (choice,) = server.post("/v1/completions", **body, return_tokens_as_token_ids=True)[
+                "choices"
+            ]
+            assert choice["logprobs"]["text_offset"] == found["text_offset"]
+            events = server.stream("/v1/completions", **body)[:-1]
+            pieces = [event["choices"][0]["logprobs"]["text_offset"] for event in events]
+            assert list(chain.from_iterable(pieces)) == found["text_offset"]
 
 
 def test_text_offset_counts_a_character_of_several_tokens_once(served):

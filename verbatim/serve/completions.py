@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
+from itertools import accumulate
 from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
@@ -176,6 +177,9 @@ class CompletionRequest(ApiRequest[Completions]):
         self.prompts, _ = as_prompts(body.prompt)
         self.params = _params(body).replace(adapter=self.adapter)
         self._offsets: dict[int, int] = {}  # characters so far of each choice that has begun
+        tokenizer = service.llm.tokenizer
+        skips = self.params.skip_special_tokens
+        self._skipped = tokenizer.special_ids if tokenizer is not None and skips else NO_IDS
         service.check_logprobs(body.logprobs, body.prompt_logprobs, body.stream)
 
     async def ask(self) -> tuple[list[Any], SamplingParams]:
@@ -201,7 +205,7 @@ class CompletionRequest(ApiRequest[Completions]):
         index = number * self.params.n + piece.index
         is_first = index not in self._offsets
         offset = self._offsets.setdefault(index, 0)
-        text, ids = piece.text, piece.token_ids
+        text, prompt_ids, length = piece.text, list[int](), self.service.texts.length
         logprobs = list[float | None](self.service.logprobs_of(piece))
         top: list[TopLogprobs | None] = [*(piece.top_logprobs or ())]
         if self.body.echo and is_first:
@@ -209,7 +213,9 @@ class CompletionRequest(ApiRequest[Completions]):
             if prompt is None and tokenizer is not None:
                 prompt = tokenizer.decode(request.prompt_ids, False)
             text = (prompt or "") + text
-            ids = request.prompt_ids + ids
+            prompt_ids = request.prompt_ids
+            # The tokenizer may add a BOS or a space before the prompt.
+            offset = len(prompt or "") - sum(map(length, prompt_ids))
             if request.params.prompt_logprobs is not None:
                 tokens = request.prompt_tokens
                 logprobs = [None, *(token.logprob for token in tokens), *logprobs]
@@ -218,8 +224,11 @@ class CompletionRequest(ApiRequest[Completions]):
         if (num_top := self.body.logprobs) is not None:
             if not num_top and not self.body.return_tokens_as_token_ids:
                 num_top = None  # only vLLM's clients, which request ids, expect the drawn tokens
-            entries = self.texts.legacy(ids, logprobs, top, num_top, offset)
-            self._offsets[index] += sum(map(self.texts.length, ids))
+            lengths = [0 if i in self._skipped else length(i) for i in piece.token_ids]
+            lengths = [*map(length, prompt_ids), *lengths]
+            *offsets, self._offsets[index] = accumulate(lengths, initial=offset)
+            ids = prompt_ids + piece.token_ids
+            entries = self.texts.legacy(ids, logprobs, top, num_top, offsets)
         choice = {"index": index, "text": text, "logprobs": entries, "finish_reason": None}
         if piece.finish_reason is not None:
             choice |= ending(piece, request.seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from itertools import accumulate, islice, repeat
+from itertools import repeat
 from typing import Any
 
 from verbatim.core import Result, TopLogprobs
@@ -80,9 +80,9 @@ class TokenTexts:
         logprobs: list[float | None],
         top: list[TopLogprobs | None] | None,
         num_top: int | None,
-        offset: int,
+        offsets: list[int],
     ) -> dict[str, Any]:
-        """Return log-probs in the format of completions, with `offset` characters before the first token.
+        """Return log-probs in the format of completions; an offset below 0 is before the text.
 
         `num_top` likeliest tokens are returned besides the drawn one; None: no top log-probs.
         """
@@ -96,15 +96,12 @@ class TokenTexts:
             "tokens": map(self.text, ids),
             "token_logprobs": (None if p is None else _number(p) for p in logprobs),
             "top_logprobs": entries,
-            "text_offset": islice(accumulate(map(self.length, ids), initial=offset), len(ids)),
+            "text_offset": (max(0, offset) for offset in offsets),
         }
 
     def length(self, token_id: int) -> int:
-        """Return the number of characters of a token's text; of a part of a character, if it begins there."""
-        text, raw = self._text_and_bytes(token_id)
-        if text.startswith("bytes:"):
-            return sum(byte & 0xC0 != 0x80 for byte in raw)
-        return len(text)
+        """Return the number of characters that begin in a token."""
+        return sum(byte & 0xC0 != 0x80 for byte in self._text_and_bytes(token_id)[1])
 
     def _by_text(self, best: TopLogprobs, token_id: int, p: float) -> dict[str, float]:
         """Return log-probs by text, always with the drawn token. For equal texts, the likelier id counts."""
