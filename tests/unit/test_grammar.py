@@ -235,6 +235,9 @@ def test_unsupported_or_unsatisfiable_schema_is_rejected_with_the_reason(schema,
     with pytest.raises(InvalidRequest, match=f"^json_schema.*{reason}") as raised:
         start(json_schema=schema)
     assert "\n" not in str(raised.value)
+    if reason not in ("x-guidance", "no document validates"):
+        with pytest.raises(InvalidRequest, match=f"^grammar.*{reason}"):
+            start(grammar=f"start: %json {json.dumps(schema)}")
 
 
 # ---- regular expressions, choices, grammars ---------------------------------------------------------

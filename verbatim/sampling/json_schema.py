@@ -220,7 +220,7 @@ def _objects(path: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def format_embedded(grammar: str, options: JsonCompileOptions) -> str:
-    """Add `options` to the schemas in a Lark grammar unless they have options; apply `check_cost` to them.
+    """Check the schemas in a Lark grammar, and add `options` to them; those with options may be lenient.
 
     llguidance's defaults allow any whitespace, which a model can generate forever.
     """
@@ -231,6 +231,8 @@ def format_embedded(grammar: str, options: JsonCompileOptions) -> str:
         try:
             schema, end = decoder.raw_decode(grammar, match.end())
             if isinstance(schema, dict):
+                if "x-guidance" not in schema:
+                    check_schema(schema)
                 check_cost(schema)
                 narrow_bounds(schema)
         except json.JSONDecodeError:
