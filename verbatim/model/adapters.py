@@ -517,9 +517,13 @@ def _positions(*args: Any) -> Tensor:
     return context.positions.to(device)
 
 
-def _after_padding(input_ids: Tensor, padding_idx: int, *_: Any) -> Tensor:
-    """Return the positions of the forward context, as `create_position_ids_from_input_ids` would."""
-    return _positions(input_ids) + (padding_idx + 1)
+def _after_padding(*args: Any) -> Tensor:
+    """Return the positions of the forward context, as `create_position_ids_from_input_ids` would.
+
+    Takes the function's ids and padding id, after `self` if it is a method.
+    """
+    input_ids, padding_idx, *_ = args if isinstance(args[0], Tensor) else args[1:]
+    return _positions(input_ids) + (padding_idx + 1)  # type: ignore[no-any-return]
 
 
 def _embed(layer: Any, *args: Any, **_: Any) -> Tensor:
