@@ -249,6 +249,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bloom:odd": dict(hidden_size=60, n_head=6, apply_residual_connection_post_layernorm=True),
     "cohere:norms": dict(use_qk_norm=True),
     "deepseek_v2:plain": dict(q_lora_rank=None, topk_method="greedy"),
+    "deepseek_v3:groups": dict(topk_group=3, num_experts_per_tok=1),
     "deepseek_v3:plain": dict(q_lora_rank=None, rope_interleave=False),
     "falcon:alibi": dict(alibi=True, multi_query=False),
     "falcon:heads": dict(multi_query=False, parallel_attn=False),

@@ -314,33 +314,49 @@ def _find_form(
     module: nn.Module, numbers: dict[str, Any], shape: tuple[int, ...], takes_correction: bool
 ) -> _Match | None:
     experts, depth = shape
-    x = noise((_ROWS, depth), torch.float32, 1)
+    groups = _groups(numbers)
+    x = noise((_MANY_ROWS if len(groups) > 1 else _ROWS, depth), torch.float32, 1)
     extra = noise((experts,), torch.float32, 2) * 0.2 if takes_correction else None
     expected, tensors = _run_twin(module, torch.float32, x, extra)
     logits = nn.functional.linear(x, tensors["weight"], tensors.get("bias"))
     correction = tensors.get("correction", extra)
+    first = expected["weights"][:_ROWS], expected["experts"][:_ROWS]
+
+    def differences(form: RouterForm) -> int:
+        """Return the number of rows for which other experts are chosen; near ties count too."""
+        chosen = choose(logits, form, correction)[1].sort(-1)[0]
+        return int((chosen != expected["experts"].sort(-1)[0]).any(-1).sum())
+
     for form in _candidates(numbers):
-        actual = choose(logits, form, correction)
-        if _agree(actual, (expected["weights"], expected["experts"])):
-            form = _with_roundings(module, x, form, extra)
+        forms = [replace(form, **group) for group in groups]
+        forms = [form for form in forms if _agree(choose(logits[:_ROWS], form, correction), first)]
+        if forms:
+            # Groups may exclude the best experts of few rows only.
+            form = min(forms, key=differences) if len(forms) > 1 else forms[0]
+            form = _with_roundings(module, x[:_ROWS], form, extra)
             return form, takes_correction, tuple(expected)
     return None
 
 
-def _candidates(numbers: dict[str, Any]) -> Iterator[RouterForm]:
-    """Yield the possible forms of a router with these attributes."""
+def _groups(numbers: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the possible groups of a router with these attributes, as fields of its form."""
     groups = next((numbers[n] for n in _GROUPS if type(numbers.get(n)) is int), 0)
-    scales = [numbers[n] for n in _SCALES if type(numbers.get(n)) in (int, float)]
-    softcap = float(numbers.get("router_logit_softcapping") or 0.0)
-    grouped = [dict(groups=0)]
+    grouped: list[dict[str, Any]] = [dict(groups=0)]
     if groups > 1 and type(numbers.get("topk_group")) is int:
         grouped += [
             dict(groups=groups, top_groups=numbers["topk_group"], best_two=two)
             for two in (True, False)
         ]
+    return grouped
+
+
+def _candidates(numbers: dict[str, Any]) -> Iterator[RouterForm]:
+    """Yield the possible forms of a router with these attributes, without groups."""
+    scales = [numbers[n] for n in _SCALES if type(numbers.get(n)) in (int, float)]
+    softcap = float(numbers.get("router_logit_softcapping") or 0.0)
     scores = [(AS_IS, SOFTMAX), (AS_IS, SIGMOID), (SOFTMAX, AS_IS), (SIGMOID, AS_IS)]
-    for (score, chosen), normalized, scale, group in itertools.product(
-        scores, (False, True), (1.0, *map(float, scales)), grouped
+    for (score, chosen), normalized, scale in itertools.product(
+        scores, (False, True), (1.0, *map(float, scales))
     ):
         yield RouterForm(
             top_k=numbers["top_k"],
@@ -349,7 +365,6 @@ def _candidates(numbers: dict[str, Any]) -> Iterator[RouterForm]:
             normalized=normalized,
             scale=scale,
             softcap=softcap,
-            **group,  # type: ignore[arg-type]
         )
 
 
