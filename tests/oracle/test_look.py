@@ -49,10 +49,20 @@ def test_unlisted_moe_class_in_bfloat16_passes_trial(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "limit"), [("default", 256), ("dynamic", 256), ("longrope", 32), ("yarn", 256)]
+    ("kind", "long", "limit"),
+    [
+        ("default", 2.0, 256),
+        ("dynamic", 2.0, 256),
+        ("longrope", 2.0, 32),
+        ("longrope", 1.0, 256),
+        ("yarn", 2.0, 256),
+    ],
 )
-def test_max_length_ends_where_rope_depends_on_sequence_length(kind: str, limit: int) -> None:
+def test_max_length_ends_where_rope_depends_on_sequence_length(
+    kind: str, long: float, limit: int
+) -> None:
     rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    rope |= {"short_factor": [1.0], "long_factor": [long]}
     config = toys.make_toy("llama").config
     config.rope_parameters = rope
     assert max_length_of(config)[0] == limit

@@ -20,7 +20,8 @@ def max_length_of(config: Any) -> tuple[int | None, str]:
     """Return the maximum sequence length (None: unlimited) and the name of its source.
 
     Rotary embeddings of type "dynamic" and "longrope" depend on the longest sequence in the batch if it
-    exceeds `max_position_embeddings`, or the original training length for "longrope". This is the limit.
+    exceeds `max_position_embeddings`, or the original training length for "longrope" with different short
+    and long factors. This is the limit.
     """
     text = config.get_text_config(decoder=True)
     limit, source = None, "no limit in the config"
@@ -33,7 +34,9 @@ def max_length_of(config: Any) -> tuple[int | None, str]:
         limit -= text.pad_token_id + 1
     for rope in _rope_settings(text):
         kind = rope.get("rope_type", rope.get("type")) or ""
-        if kind == "longrope" or "dynamic" in kind:
+        if "dynamic" in kind or (
+            kind == "longrope" and rope.get("short_factor") != rope.get("long_factor")
+        ):
             fixed = getattr(text, "max_position_embeddings", None)
             if kind == "longrope":
                 fixed = (
