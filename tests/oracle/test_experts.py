@@ -283,19 +283,20 @@ def test_default_dtype_does_not_change_routing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
 
 
-def test_unknown_router_has_no_form() -> None:
+def test_router_with_unknown_scores_has_no_form() -> None:
     class Router(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, score: nn.Module) -> None:
             super().__init__()
-            self.top_k = 2
+            self.top_k, self.score = 2, score
             self.weight = nn.Parameter(torch.randn(8, 16))
 
         def forward(self, x: Tensor) -> Any:
             logits = nn.functional.linear(x, self.weight)
-            weights, index = (-logits).softmax(-1).topk(self.top_k)
+            weights, index = self.score(logits).topk(self.top_k)
             return logits, weights, index
 
-    assert router_parts(Router()) is None
+    assert router_parts(Router(nn.Sigmoid())) is not None
+    assert router_parts(Router(nn.Softsign())) is None
 
 
 # ---- whole models ----

@@ -280,14 +280,12 @@ def router_parts(module: nn.Module) -> RouterParts | None:
     variants = [True] if num_required else [False]
     if not num_required and arguments and arguments[0].name in CORRECTIONS:
         variants = [True, False]
-    numbers = {
-        name: value
-        for name, value in sorted(fields.items())
-        if name != "training" and type(value) in (int, float, bool, str)
-    }
+    numbers = _numbers_of(module)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     layout = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors)
-    case = type(module), forward, tuple(numbers.items()), layout
+    # Submodules may compute the scores.
+    parts = tuple((type(part), *_numbers_of(part).items()) for part in module.modules())
+    case = forward, parts, layout
     if case not in _forms:
         with trial(), kernels.using("none"):  # in torch's own arithmetic
             try:
@@ -304,9 +302,18 @@ def router_parts(module: nn.Module) -> RouterParts | None:
     return RouterParts(module, form, weights, bias, correction, takes_correction, returns)
 
 
+def _numbers_of(module: nn.Module) -> dict[str, Any]:
+    """Return a module's numbers and strings, sorted by name."""
+    return {
+        name: value
+        for name, value in sorted(module.__dict__.items())
+        if name != "training" and type(value) in (int, float, bool, str)
+    }
+
+
 # `form`, `takes_correction` and `returns` of the parts.
 _Match = tuple[RouterForm, bool, tuple[str, ...]]
-# Keys: everything that determines the form (class, forward, numbers, layout of the tensors).
+# Keys: everything that determines the form (forward, classes, numbers, layout of the tensors).
 _forms: dict[tuple[Any, ...], _Match | None] = {}
 
 
