@@ -247,6 +247,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "bert:encoder": dict(is_decoder=False),
     "bloom:odd": dict(hidden_size=60, n_head=6, apply_residual_connection_post_layernorm=True),
+    "bloom:sliced": dict(slow_but_exact=True, pretraining_tp=2),
     "cohere:norms": dict(use_qk_norm=True),
     "deepseek_v2:plain": dict(q_lora_rank=None, topk_method="greedy"),
     "deepseek_v3:groups": dict(topk_group=3, num_experts_per_tok=1),

@@ -88,6 +88,8 @@ def _bloom(
     slopes = alibi_slopes(module.num_heads, fused.device)
     options = AttentionOptions(scale=float(module.inv_norm_factor), alibi=slopes)
     out = _attend(module, fused[..., 0, :], fused[..., 1, :], fused[..., 2, :], options)
+    if module.pretraining_tp > 1 and module.slow_but_exact:  # a sum over slices, without the bias
+        return residual + products.linear(out, module.dense.weight), None
     return residual + module.dense(out), None
 
 
