@@ -390,11 +390,11 @@ def test_cached_expert_parts_do_not_keep_module_alive() -> None:
     assert len(experts_module._parts) == before - 1
 
 
-def test_experts_with_unknown_gate_are_rejected_by_kernels() -> None:
+@pytest.mark.parametrize("gate", [torch.tanh, lambda x: nn.functional.silu(x.clamp(max=20.0))])
+def test_experts_with_unknown_gate_are_rejected_by_kernels(gate: Callable[..., Tensor]) -> None:
     class Odd(Experts):
         def _apply_gate(self, x: Tensor) -> Tensor:
-            gate, up = x.chunk(2, -1)
-            return torch.tanh(gate) * up
+            return gate(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
 
     with pytest.raises(Exception, match="has an unknown form"):
         parts_of(Odd(True, False, False, torch.float32))

@@ -553,6 +553,7 @@ def _glu_of(experts: Any) -> tuple[int, float, float]:
         kinds = (SOFTCAPPED,)
         alpha, limit = map(float, caps)
     x = noise((16, 64), torch.float32) * 4
+    x[::3] *= 100.0  # beyond limits
     with trial():
         for glu, dtype in itertools.product(kinds, (torch.bfloat16, torch.float32)):
             expected = apply(experts, x.to(dtype))
