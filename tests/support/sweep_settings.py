@@ -252,7 +252,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek_v2:plain": dict(q_lora_rank=None, topk_method="greedy"),
     "deepseek_v3:groups": dict(topk_group=3, num_experts_per_tok=1),
     "deepseek_v3:plain": dict(q_lora_rank=None, rope_interleave=False),
-    "falcon:alibi": dict(alibi=True, multi_query=False),
+    "falcon:alibi": dict(alibi=True, multi_query=False, hidden_size=96, num_attention_heads=12),
     "falcon:heads": dict(multi_query=False, parallel_attn=False),
     "falcon:new": dict(new_decoder_architecture=True),
     "gemma3_text:bidirectional": dict(use_bidirectional_attention=True),

@@ -98,17 +98,20 @@ def _falcon(
     module: Any, hidden_states: Tensor, alibi: Tensor | None = None, *_: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     q, k, v = _falcon_heads(module, module.query_key_value(hidden_states))
-    slopes = None
     if alibi is None:
         rotate = _source(module, "apply_rotary_pos_emb")
         rotated = rotate(q.transpose(1, 2), k.transpose(1, 2), *kwargs["position_embeddings"])
         q, k = (x.transpose(1, 2) for x in rotated)
     else:
-        # Falcon scales score and bias together, so slopes include the scale; it rounds them to bfloat16.
+        # Falcon adds a bias to each key's score before the scale, by position and rounded to bfloat16. An
+        # additional element of the keys holds it.
         # transformers' eager attention adds the bias twice; scaled_dot_product_attention is the reference.
-        slopes = alibi_slopes(module.num_heads, q.device).bfloat16().float()
-        slopes = slopes * module.inv_norm_factor
-    options = AttentionOptions(scale=module.inv_norm_factor, alibi=slopes)
+        positions = _positions(q).view(*q.shape[:2], 1)
+        bias = (alibi_slopes(module.num_heads, q.device).bfloat16() * positions)[..., None]
+        q = torch.cat([q, torch.ones_like(q[..., :1])], -1)
+        k, v = (x.repeat_interleave(module.num_heads // x.shape[2], 2) for x in (k, v))
+        k = torch.cat([k, bias.to(k.dtype)], -1)
+    options = AttentionOptions(scale=module.inv_norm_factor)
     return module.dense(_attend(module, q, k, v, options)), None
 
 
