@@ -401,6 +401,7 @@ def test_unknown_field_and_unknown_model_are_rejected(served, path):
     answer = httpx.post(f"{served.url}{path}", json=body, timeout=PATIENCE_S)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
     assert len(served.refused(path, body | {"model": "x" * 5000}, 404)["message"]) < 300
+    assert len(served.refused(path, body | {"x" * 5000: 1})["param"]) < 3000
     error = served.refused(path, body | {"model": "gpt-4"}, 404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
     assert served.post(path, **body, model="storyteller", temperature=0.0, stop=["a"])
@@ -523,6 +524,9 @@ def test_generate_streams_deltas_that_end_with_the_result(served):
     for name in ("logits_processors", "nope"):
         error = served.refused("/v1/generate", {"prompt": "x", "params": {name: []}})
         assert name in error["message"]
+    for long in ({"max_tokens": "x" * 10**6}, {"x" * 10**6: 1}, {"choice": {"x": "y" * 10**6}}):
+        error = served.refused("/v1/generate", {"prompt": "x", "params": long})
+        assert len(error["message"]) < 3000
 
 
 def test_logprobs_endpoint_matches_llm_score(served):

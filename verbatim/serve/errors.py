@@ -34,6 +34,7 @@ log = logging.getLogger("verbatim.serve")
 RETRY_AFTER_S = 1
 JSON = "application/json"
 PIECE_BYTES = 256 << 10
+_MESSAGE_CHARS = 2048  # a message may repeat an invalid value, which may have megabytes
 _ROWS = 64  # entries of a long list that are encoded together
 _FIELDS = frozenset(SamplingParams.__slots__) | {"prompt", "messages", "tools", "tool_choice"}
 
@@ -44,8 +45,8 @@ class Refusal(HTTPException):
     A subclass of HTTPException, which FastAPI does not convert if it is raised while a body is read.
 
     Args:
-        message: the problem, with the value and what is allowed.
-        param: dotted path of the field.
+        message: the problem, with the value and what is allowed; cut if the value is long.
+        param: dotted path of the field, cut as well.
         code: OpenAI's error code, if there is one.
     """
 
@@ -59,7 +60,8 @@ class Refusal(HTTPException):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status, message, dict(headers or {}))
-        self.message, self.param, self.code = message, param, code
+        self.message, self.code = message[:_MESSAGE_CHARS], code
+        self.param = param and param[:_MESSAGE_CHARS]
 
     def body(self) -> dict[str, Any]:
         return {
