@@ -83,6 +83,9 @@ def test_fields_that_may_be_ignored_are_accepted(client):
     assert done.choices[0].message.content == plain
     earlier = {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}
     assert client.chat.completions.create(messages=[*MESSAGES, earlier, *MESSAGES], **ask)
+    schema = {"name": "n", "description": "d", "schema": {"type": "object"}}  # LangChain sends both
+    form = {"type": "json_schema", "json_schema": schema}
+    assert client.chat.completions.create(messages=MESSAGES, **ask, response_format=form)
     made = client.responses.create(
         model="tales", input="Hi", max_output_tokens=3, store=False, truncation="disabled",
         reasoning={"summary": "auto"}, include=["reasoning.encrypted_content"], tools=[],

@@ -215,9 +215,10 @@ def test_responses_tool_calls_and_results_round_trip(served):
         "response.function_call_arguments.done", "response.output_item.done",
     ]  # fmt: skip
     assert harmony or len(kinds) == 4
-    back = [
+    back: list[Any] = [
         {"role": "user", "content": "Hi"}, call,
-        {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"},
+        {"type": "function_call_output", "call_id": call["call_id"], "output": [
+            {"type": "input_text", "text": "sun"}, {"type": "input_text", "text": "ny"}]},
     ]  # fmt: skip
     again = served.post("/v1/responses", input=back, tools=tools, seed=1, max_output_tokens=4)
     messages = [

@@ -341,6 +341,7 @@ class JsonSchema(Strict):
     """A JSON schema of the answer, enforced with or without `strict`."""
 
     name: str
+    description: str | None = Field(None, description="Has no effect.")
     schema_: dict[str, Any] = Field(alias="schema")
     strict: Switch = None
 

@@ -101,7 +101,7 @@ class OutputItem(_Item):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str
+    output: str | Annotated[list[InputText], at_most(MAX_MESSAGES)]
 
 
 class FunctionTool(Function):
@@ -390,7 +390,7 @@ def _messages(body: Responses) -> list[dict[str, Any]]:
     for item in items:
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else {}
         if isinstance(item, OutputItem):
-            messages.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})
+            messages.append({"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id})
         elif isinstance(item, CallItem):
             if not last:
                 last = {"role": "assistant", "content": ""}
