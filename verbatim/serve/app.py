@@ -78,7 +78,8 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "X-Api-Key", "Content-Type", "Anthropic-Version"],
+            # Packages for web pages add their own, such as OpenAI's X-Stainless-Lang.
+            allow_headers=["*"],
         )
     _add_error_handlers(app)
     _add_posts(app, service)
