@@ -363,6 +363,9 @@ def test_response_format_json_object_or_text(served):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "text", "x": 1}}, "response_format.x"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+         "response_format.json_schema.schema"),
         ({"regex": "a", "response_format": {"type": "json_object"}}, None),
     ],
     ids=lambda value: json.dumps(value)[:60],
@@ -650,6 +653,11 @@ def test_response_matches_chat_of_the_same_messages(served):
         "safety_identifier": None, "prompt_cache_key": None,
     }  # fmt: skip
     assert answer.items() >= always.items()
+    text = {"format": {"type": "json_schema", "name": "x"}}
+    assert (
+        served.refused("/v1/responses", {"input": "x", "text": text})["param"]
+        == "text.format.schema"
+    )
     for wrong in ("previous_response_id", "background"):
         assert served.refused("/v1/responses", {"input": "x", wrong: "y"})["param"] == wrong
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}

@@ -20,6 +20,7 @@ MAX_FIELDS = 1 << 16  # names in the objects of one body
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 
 _KINDS = frozenset(["str", "int", "float", "bool"])
+_FORMATS = frozenset(["response_format", "format"])  # unions; in the path of an error a tag follows
 # Tags of the unions in lists; in the path of an error they follow the index.
 _TAGS = frozenset(
     "system developer user assistant tool message reasoning function_call function_call_output "
@@ -128,7 +129,9 @@ def _param(loc: Sequence[Any], known: bool) -> str | None:
     parts = [
         part
         for parent, part in zip([None, *parents], parents, strict=False)
-        if not _is_type(part) and not (isinstance(parent, int) and part in _TAGS)
+        if not _is_type(part)
+        and parent not in _FORMATS
+        and not (isinstance(parent, int) and part in _TAGS)
     ]
     if last is not None and not (known and _is_type(last)):
         parts.append(last)

@@ -390,7 +390,9 @@ def _messages(body: Responses) -> list[dict[str, Any]]:
     for item in items:
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else {}
         if isinstance(item, OutputItem):
-            messages.append({"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id})
+            messages.append(
+                {"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id}
+            )
         elif isinstance(item, CallItem):
             if not last:
                 last = {"role": "assistant", "content": ""}
