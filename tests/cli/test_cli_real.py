@@ -59,6 +59,14 @@ def test_generate_command_matches_llm_generate(run, folder):
     assert done.stderr.endswith("seed 3, finish: length\n")
 
 
+@pytest.mark.parametrize("command", [["generate", *FEW], ["score"]], ids=["generate", "score"])
+def test_json_is_utf8_in_any_locale(folder, command):
+    line = [*command, "é", "--json", "--model", str(folder)]
+    done = CliRunner(charset="latin-1").invoke(app, line)
+    assert done.exit_code == 0
+    assert "é" in json.loads(done.stdout_bytes.decode()).values()
+
+
 def test_reported_seed_reproduces_the_tokens(run):
     def ids(*more):
         done = run("generate", "--ids", "5 17 9", "--max-tokens", "9", "--json", *more)

@@ -22,9 +22,8 @@ from verbatim.cli.options import (
     with_options,
 )
 from verbatim.cli.placing import CLUSTER, OFFLOAD, opened_llm, placement_of
-from verbatim.cli.terminal import WrongUsage, note, read_stream
+from verbatim.cli.terminal import WrongUsage, note, read_stream, write_json
 from verbatim.common.files import read_file, read_stdin
-from verbatim.common.plain import to_json
 from verbatim.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def _run(llm: LLM, source: str | list[int], params: SamplingParams, as_json: boo
 
     if as_json:
         if result is not None:
-            sys.stdout.write(to_json(result) + "\n")
+            write_json(result)
     elif live:
         if not texts[0].endswith("\n"):
             sys.stdout.write("\n")

@@ -12,8 +12,7 @@ import typer
 from verbatim.cli.generate import read_sources
 from verbatim.cli.options import MODEL, with_options
 from verbatim.cli.placing import CLUSTER, OFFLOAD, opened_llm, placement_of
-from verbatim.cli.terminal import WrongUsage
-from verbatim.common.plain import to_json
+from verbatim.cli.terminal import WrongUsage, write_json
 from verbatim.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def score(
         scores = [_score(llm, result) for result in results]
     for number, score in enumerate(scores, start=1):
         if as_json:
-            sys.stdout.write(to_json(score) + "\n")
+            write_json(score)
             continue
         if not summary:
             sys.stdout.write(_table(score))

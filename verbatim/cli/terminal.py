@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from verbatim.cli.interrupts import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED
+from verbatim.common.plain import to_json
 from verbatim.errors import VerbatimError
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ def note(message: str) -> None:
     """Print a line on stderr; write errors are ignored."""
     with suppress(OSError):
         typer.echo(message, err=True)
+
+
+def write_json(value: Any) -> None:
+    """Write a value to stdout as one line of JSON, which is UTF-8 in any locale."""
+    sys.stdout.buffer.write(f"{to_json(value)}\n".encode(errors="replace"))
 
 
 def one_line(error: BaseException) -> str:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verbatim.cli.options import ADAPTERS, MODEL, adapters_of, given_options, prepare, with_options
-from verbatim.cli.terminal import EXIT_ERROR, note
-from verbatim.common.plain import to_json
+from verbatim.cli.terminal import EXIT_ERROR, note, write_json
 
 if TYPE_CHECKING:
     from verbatim.verify import Report, Row
@@ -63,7 +62,7 @@ def verify(
             settings.pop("model", None), seed=seed, only=only or None, on_row=show, **settings
         )
     if as_json:
-        sys.stdout.write(to_json(report.as_dict()) + "\n")
+        write_json(report.as_dict())
     else:
         _print(report)
     if not report.ok:
