@@ -269,6 +269,15 @@ def test_folder_gives_same_tokens_as_live_module_or_has_another_dtype(folder: Fo
         assert llm.info()["dtype"] == llm.info()["kv_dtype"] == "bfloat16"
 
 
+def test_dtype_that_config_lacks_is_that_of_most_weights(folder: Folder) -> None:
+    module: Any = make_toy("llama").bfloat16()
+    module.model.norm.float()
+    module.save_pretrained(folder.path)
+    folder.edit(dtype=None)
+    with LLM(folder.path) as llm:
+        assert llm.info()["dtype"] == "bfloat16"
+
+
 def test_missing_and_damaged_checkpoints_are_reported(folder: Folder, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model at '/no/such/folder'"):
         LLM("/no/such/folder")

@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import json
 import os
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from verbatim.model.loader import (
     resolve_dtype,
 )
 from verbatim.model.stored import read_stored
-from verbatim.weights.lazy import lazy_of, materialize, sources, traced
+from verbatim.weights.lazy import lazy_of, materialize, sources, traced, usual_dtype
 from verbatim.weights.skeleton import fill
 
 ALLOWED = (
@@ -77,11 +76,7 @@ def open_dcp(
     weights = stored_weights = {n: checkpoint.tensor(name, traced) for n, name in names.items()}
     stored = [part for tensor in weights.values() for part in sources(lazy_of(tensor))]
     files = sorted({part.path for part in stored})
-    counts = Counter[torch.dtype]()
-    for tensor in weights.values():
-        if tensor.is_floating_point():
-            counts[tensor.dtype] += tensor.numel()
-    dtype = resolve_dtype(source.dtype, max(counts, key=lambda dtype: counts[dtype], default=None))
+    dtype = resolve_dtype(source.dtype, usual_dtype(weights.values()))
     if kempner is not None:
         weights = layout.renamed(folder, empty, kempner.model, stored_weights)
     _drop_copies(folder, empty, weights, dtype)

@@ -8,7 +8,8 @@ assigns to the module are then lazy weights, which `materialize` reads and compu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -146,6 +147,15 @@ def traced(lazy: LazyWeight) -> Traced:
     """Return a tensor without data for a lazy weight with a shape and a dtype."""
     like: Any = lazy.tensor if isinstance(lazy, InMemory) else lazy
     return Traced(lazy, torch.empty(like.shape, dtype=like.dtype, device="meta"))
+
+
+def usual_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:
+    """Return the dtype of most elements, without those of quantized matrices; None: there are none."""
+    counts = Counter[torch.dtype]()
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.itemsize > 1:
+            counts[tensor.dtype] += tensor.numel()
+    return max(counts, key=lambda dtype: counts[dtype], default=None)
 
 
 def sources(lazy: LazyWeight) -> list[Stored]:

@@ -27,7 +27,7 @@ from verbatim.weights.adapter import merge_experts, read_folder
 from verbatim.weights.dcp import config_from_dict, open_dcp
 from verbatim.weights.formats import decode, forget_quantization, reader_of
 from verbatim.weights.formats.gguf import find_gguf, open_gguf
-from verbatim.weights.lazy import traced
+from verbatim.weights.lazy import traced, usual_dtype
 from verbatim.weights.skeleton import (
     INDEX,
     WEIGHT_FILES,
@@ -102,7 +102,8 @@ def _open_folder(
     config = read_config(named, where)
     if (quantization := quantization_of(config)) is not None:
         reader_of(named, quantization)  # refuses a format before anything is fetched
-    dtype = resolve_dtype(source.dtype, getattr(config, "dtype", None))
+    config_dtype = getattr(config, "dtype", None)
+    dtype = resolve_dtype(source.dtype, config_dtype)
     # The config may name a weight file in place of the usual ones.
     file = getattr(config, "transformers_weights", None)
     if folder is None:
@@ -123,6 +124,8 @@ def _open_folder(
         tokenizer = _tokenizer(named, where)
     empty = empty_module(folder, config, source.trust_remote_code)
     table = tensors_of(weights)
+    if config_dtype is None:
+        dtype = resolve_dtype(source.dtype, usual_dtype(map(traced, table.values())))
     if quantization is not None:
         table = decode(folder, table, quantization, dtype)
     if merged is not None:
