@@ -572,6 +572,13 @@ def test_zero_points_of_few_rows_are_read(tmp_path: Path) -> None:
     check_decoded(tmp_path, stored, values, _WITH_ZEROS)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_of_0_borrow_from_next_in_gptq(bits: int, tmp_path: Path) -> None:
+    weight = torch.rand(64, 96) - torch.arange(64)[:, None] % 2  # every other row has no negatives
+    stored, values = w.gptq(bits)(weight)
+    check_decoded(tmp_path, stored, values, _GPTQ | dict(bits=bits))
+
+
 def test_last_block_of_nf4_may_be_short(tmp_path: Path) -> None:
     stored, values = w.nf4()(torch.randn(2, 96))
     state = json.loads(bytes(stored.pop(key := "weight.quant_state.bitsandbytes__nf4").tolist()))

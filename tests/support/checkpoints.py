@@ -49,7 +49,7 @@ def integers(
         zero = torch.full_like(low, 2 ** (bits - 1))
     else:
         scale = ((high - low) / most).to(dtype)
-        zero = (-low / scale.float()).round().clamp(1, most)
+        zero = (-low / scale.float()).round().clamp(0, most)
     wide = scale.float()[..., None]
     codes = ((groups / wide).round() + zero[..., None]).clamp(0, most)
     values = (codes - zero[..., None]) * wide
@@ -67,7 +67,8 @@ def gptq(
         back = places.argsort()
         tensors = {
             "qweight": to_words(codes[:, back], bits).t(),
-            "qzeros": to_words((zero - int(not v2)).t(), bits),
+            # The first version subtracts 1 from all zero points of a word at once.
+            "qzeros": to_words(zero.t(), bits) - int(not v2) * (0xFFFFFFFF // (2**bits - 1)),
             "scales": scale.t(),
             "g_idx": (back // size).int(),
         }

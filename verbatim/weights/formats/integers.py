@@ -28,9 +28,11 @@ def read_gptq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight
     size = checkpoint.option("group_size", 128)
     version = checkpoint.option("checkpoint_format", "gptq", "gptq", "gptq_v2")
     ordered = bool(checkpoint.option("desc_act", False))
+    # Version 1 subtracts a word of ones, in which a zero point of 0 borrows from the next.
+    ones = sum(1 << at for at in range(0, 32, bits)) if version == "gptq" else 0
 
     def unpacked(words: Tensor, zeros: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        zero = nibbles(zeros, bits)[:, : scales.shape[1]].int() + (version == "gptq")
+        zero = nibbles(zeros + ones, bits)[:, : scales.shape[1]].int()
         return nibbles(words.t(), bits), scales.t(), zero.t()
 
     def codes(words: Tensor, zeros: Tensor, scales: Tensor, order: Tensor | None = None) -> Any:
