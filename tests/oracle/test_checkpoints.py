@@ -600,6 +600,14 @@ def check_decoded(
     assert torch.equal(materialize(decoded["gate.weight"], read_stored), values)
 
 
+@pytest.mark.parametrize("name", ["kv_scale", "k_proj.output_scale", "prob_scale", "v_scale"])
+def test_scales_of_a_quantized_kv_cache_are_ignored(name: str, fp8_folder: Path) -> None:
+    folder = shutil.copytree(fp8_folder, fp8_folder.parent / name)
+    full_name = f"model.layers.1.self_attn.{name}"
+    edit_tensors(folder, lambda tensors: tensors.update({full_name: torch.tensor(2.0)}))
+    LLM(folder).close()
+
+
 def test_zero_matrix_with_zero_scales_is_read(tmp_path: Path) -> None:
     module = written("modelopt-nvfp4", tmp_path)
 

@@ -140,7 +140,7 @@ def read_fp8(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]
 
 def finish_fp8(checkpoint: QuantizedCheckpoint) -> None:
     """Drop the scales of a quantized KV cache, which are unused, and refuse FP8 weights without scales."""
-    for suffix in ("k_scale", "v_scale", "q_scale"):
+    for suffix in ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale"):
         checkpoint.drop(*(f"{name}.{suffix}" for name in checkpoint.names(f".{suffix}")))
     for name, stored in checkpoint.remaining.items():
         if stored.dtype in FP8:
