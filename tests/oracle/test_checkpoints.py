@@ -230,6 +230,30 @@ def test_other_placements_give_same_tokens(name: str, tmp_path: Path) -> None:
     check_other_placements(tmp_path, *ranks)
 
 
+_MIXED: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
+    "bits": (w.packed(), _INT4, w.packed(8, 64), _INT4 | dict(num_bits=8, group_size=64)),
+    "int4-fp8": (w.packed(), _INT4, w.fp8(*row), _FP8 | dict(strategy="channel")),
+    "groups-rows": (w.packed(), _INT4, w.packed(4, 128), _INT4 | dict(strategy="channel")),
+    "blocks-rows": (w.fp8(*blocks), _BLOCKS, w.fp8(*row), _FP8 | dict(strategy="channel")),
+    "activations": (w.packed(), _INT4, w.packed(), {}),
+}
+
+
+@pytest.mark.parametrize("name", _MIXED)
+def test_groups_of_compressed_tensors_may_differ(name: str, tmp_path: Path) -> None:
+    first, settings, second, others = _MIXED[name]
+    config = _compressed("float-quantized", **settings)
+    config["config_groups"]["group_1"] = {"targets": ["re:.*attn.*"], "weights": others or None}
+    module = make_toy("qwen2", **_ROWS_OF_128)
+
+    def write(weight: torch.Tensor) -> Any:
+        return (first if weight.shape == (128, 128) else second)(weight)
+
+    save(tmp_path, module, write, config)
+    with LLM(tmp_path) as llm:
+        check_scores(llm, module)
+
+
 @pytest.mark.skipif("inkling2_text" not in sweep.names(), reason="transformers has no Inkling 2")
 def test_experts_that_are_stored_in_another_order_stay_quantized(tmp_path: Path) -> None:
     """In Inkling's files, the rows of an expert's gate and up projections alternate."""

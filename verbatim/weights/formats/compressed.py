@@ -25,7 +25,8 @@ def read_compressed(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, Lazy
     kinds |= {"nvfp4-pack-quantized", "mxfp4-pack-quantized"}
     groups = (checkpoint.quantization.get("config_groups") or {}).values()
     formats = {g.get("format") or checkpoint.quantization.get("format") for g in groups}
-    options = [g.get("weights") or {} for g in groups]
+    # A group may quantize activations only.
+    options = [g["weights"] for g in groups if g.get("weights")]
     if not formats or not formats <= kinds:
         raise NotSupported(
             f"{checkpoint.folder}: config.json: format={sorted(map(str, formats))} of compressed-tensors is "
@@ -44,7 +45,8 @@ def read_compressed(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, Lazy
         elif packed in checkpoint.remaining:
             yield weight, _words(checkpoint, name, options)
         elif weight in checkpoint.remaining and checkpoint.remaining[weight].dtype in FP8:
-            yield weight, scaled(checkpoint, weight, scale, block)
+            is_blockwise = _is_blockwise(checkpoint, weight, scale)
+            yield weight, scaled(checkpoint, weight, scale, block if is_blockwise else None)
         else:
             zeros, size = _zero_points(checkpoint, name, options, torch.int8), _group_size(options)
             yield weight, scaled(checkpoint, weight, scale, [1, size] if size else None, zeros)
@@ -55,22 +57,31 @@ def read_compressed(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, Lazy
     finish_fp8(checkpoint)
 
 
+def _is_blockwise(checkpoint: QuantizedCheckpoint, weight: str, scale: str) -> bool:
+    """Return whether scales are those of blocks, by their shape, instead of the tensor's or of rows."""
+    scales, rows = checkpoint.remaining[scale].shape, checkpoint.remaining[weight].shape[0]
+    return len(scales) == 2 and scales not in ((1, 1), (rows, 1))
+
+
 def _words(checkpoint: QuantizedCheckpoint, name: str, options: list[dict[str, Any]]) -> LazyWeight:
     words = checkpoint.take(f"{name}.weight_packed", torch.int32, shape=(None, None))
     scales = checkpoint.take(f"{name}.weight_scale", *SCALES, shape=(words.shape[0], None))
-    all_bits = {option.get("num_bits") for option in options}
-    if all_bits not in ({4}, {8}):
-        raise NotSupported(
-            f"{checkpoint.folder}: config.json: num_bits={sorted(map(str, all_bits))} of compressed-tensors "
-            "is not supported: must be 4 or 8, the same in all groups"
-        )
-    bits = 4 if all_bits == {4} else 8
-    per_word = 32 // bits
-    depth = words.shape[1] * per_word
+    all_bits = fitting = {option.get("num_bits") for option in options}
+    depth = None
     for stored in checkpoint.take_optional(f"{name}.weight_shape", shape=(2,)):
         width, depth = map(int, read_stored(stored).tolist())
         if width != words.shape[0]:
             raise checkpoint.wrong(words)
+        if len(all_bits) > 1:  # groups differ
+            fitting = {n for n in (4, 8) if n in all_bits and -(-depth * n // 32) == words.shape[1]}
+    if fitting not in ({4}, {8}):
+        raise NotSupported(
+            f"{checkpoint.folder}: {name}: num_bits={sorted(map(str, all_bits))} in config.json: "
+            "compressed-tensors must have 4 or 8 bits"
+        )
+    bits = 4 if fitting == {4} else 8
+    per_word = 32 // bits
+    depth = words.shape[1] * per_word if depth is None else depth
     by_order = {o.get("actorder") for o in options} & {"group", "dynamic"}
     if by_order or f"{name}.weight_g_idx" in checkpoint.remaining:
         raise NotSupported(f"{checkpoint.folder}: {name}.weight_g_idx: groups that are reordered")
@@ -93,8 +104,8 @@ def _words(checkpoint: QuantizedCheckpoint, name: str, options: list[dict[str, A
 
 
 def _group_size(options: list[dict[str, Any]]) -> int | None:
-    """Return the group size in the config; None if there is none, or several."""
-    sizes = {int(o["group_size"]) for o in options if o.get("strategy") == "group"}
+    """Return the group size in the config; None if there is none, or if groups of matrices differ."""
+    sizes = {int(o["group_size"]) if o.get("strategy") == "group" else None for o in options}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -126,7 +137,7 @@ def read_modelopt(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWe
                 if len(scales) == 4 and scales[1::2] == (1, 1):  # blockwise scales of ModelOpt
                     scales = scales[::2]
                     checkpoint.remaining[scale] = replace(checkpoint.remaining[scale], shape=scales)
-                is_blockwise = len(scales) == 2 and scales not in ((1, 1), (stored.shape[0], 1))
+                is_blockwise = _is_blockwise(checkpoint, weight, scale)
                 block = [_BLOCK, _BLOCK] if is_blockwise else None
                 yield weight, scaled(checkpoint, weight, scale, block)
             elif (
