@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from support import toy_tokenizers
+from support import sweep, toy_tokenizers
 from support.checkpoints import hub_snapshot
 from support.toys import make_toy
 from verbatim import LLM, ModelError, NotSupported, Offload, SamplingParams, VerbatimError
@@ -278,12 +278,18 @@ def test_weights_that_are_not_floating_point_are_rejected(
         opened(folder, placement)
 
 
-def test_boolean_buffer_in_a_checkpoint_is_accepted(tmp_path: Path) -> None:
-    make_toy("gpt2").save_pretrained(tmp_path)
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "openai-gpt"])
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_buffers_in_old_checkpoints_are_accepted(name: str, prefix: str, tmp_path: Path) -> None:
+    sweep.build(name).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    expected = opened(tmp_path)
+    tensors = {key.replace("transformer.", prefix, 1): x for key, x in tensors.items()}
+    path = f"{prefix}h.0.attn." + "attention." * (name == "gpt_neo")
+    tensors[f"{path}bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    tensors[f"{path}masked_bias"] = torch.tensor(-1e9)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    assert opened(tmp_path)
+    assert opened(tmp_path) == expected
 
 
 def test_adapter_folder_is_rejected(folder: Path) -> None:

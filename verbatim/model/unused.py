@@ -12,6 +12,8 @@ UNUSED_WEIGHTS = ("error", "ignore")
 QWEN_NUM_LAYERS = "mtp_num_hidden_layers"  # Qwen3.5's config field; the layers have full attention
 # Names of the parts of a multimodal model other than the language model.
 _OTHER_PARTS = r"(^|[._])(vision|visual|audio|image|speech|mm|multi_?modal|patch)\w*\."
+# The logit of masked positions, in old GPT-2 and GPT-Neo checkpoints.
+_OLD_CONSTANT = r"(^|\.)masked_bias$"
 
 
 def check_unused_weights(value: Any) -> str:
@@ -29,13 +31,20 @@ def refuse_unused(source: object, module: Any, wrapper: Any, names: Iterable[Any
         wrapper: the checkpoint's config; for a multimodal model it differs from the module's.
 
     Raises:
-        ModelError: a tensor belongs neither to MTP layers nor to another modality.
+        ModelError: a tensor belongs neither to MTP layers nor to another modality, nor is it a buffer, such
+            as a mask, that old checkpoints contain and the module computes.
     """
-    patterns = list(mtp_names(module.config))
+    patterns = [*mtp_names(module.config), _OLD_CONSTANT]
     if type(wrapper) is not type(module.config):
         patterns.append(_OTHER_PARTS)
     known = [re.compile(pattern) for pattern in patterns]
-    unused = sorted(n for n in map(str, names) if not any(p.search(n) for p in known))
+    buffers = {name for name, _ in module.named_buffers()}
+    prefix = f"{module.base_model_prefix}."  # many checkpoints leave it out
+    unused = sorted(
+        name
+        for name in map(str, names)
+        if buffers.isdisjoint({name, prefix + name}) and not any(p.search(name) for p in known)
+    )
     if unused:
         raise ModelError(
             f"{source}: {len(unused)} tensors are not used by the model of its config, such as {unused[0]}; "
