@@ -16,7 +16,15 @@ from support.gguf_files import gguf_name, gguf_writer, save_gguf
 from support.pairwise import slow_but
 from support.requests_mixed import all_facts, generated, mixed_requests
 from support.toys import make_toy, random_ids, scores_of
-from verbatim import LLM, Cluster, ModelError, NotSupported, Offload, TensorParallel
+from verbatim import (
+    LLM,
+    Cluster,
+    ModelError,
+    NotSupported,
+    Offload,
+    SamplingParams,
+    TensorParallel,
+)
 from verbatim.errors import ModelChanged
 from verbatim.kernels.packing import Encoding
 from verbatim.weights.formats import gguf as formats
@@ -234,6 +242,20 @@ def test_gguf_weights_can_sleep_and_be_requantized(name: str, tmp_path: Path) ->
     offload = Offload(weights=(0, 100, 0))
     with LLM(tmp_path / "toy.gguf", dtype=dtype, placement=offload, **settings) as llm:
         assert all_facts(llm.generate(*requests)) == tokens
+
+
+def test_completions_stop_at_ends_of_turns_and_messages(module: Any, tmp_path: Path) -> None:
+    writer = gguf_writer(path := tmp_path / "toy.gguf", module.config, "qwen3")
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(5)
+    writer.add_eom_token_id(6)
+    for name, tensor in module.state_dict().items():
+        writer.add_tensor(gguf_name(name), tensor.float().numpy())
+    save_gguf(writer)
+    with LLM(path) as llm:
+        for token in (2, 5, 6):
+            params = SamplingParams(allowed_token_ids=[token], max_tokens=2)
+            assert llm.generate([3, 4], params)[0].outputs[0].finish_reason == "stop"
 
 
 def test_wake_ignores_added_gguf_file_and_detects_changed_one(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def open_forward(
         max_sequences=max_sequences,
         prefix_cache=False,
     )
-    eos_ids = eos_ids_of(None, config)
+    eos_ids = eos_ids_of(config)
     decoder: RowsDecoder
     if hooks is None:
         decoder = ActorDecoder(model, arguments)

@@ -77,9 +77,9 @@ def pad_id_of(configs: Iterable[Any], eos_ids: Iterable[int]) -> int:
     return next((i for i in ids if isinstance(i, int) and i >= 0), ends)
 
 
-def eos_ids_of(generation_config: Any, config: Any) -> frozenset[int]:
-    """Return the end-of-sequence ids of the generation config, or else of the config."""
-    for source in (generation_config, config):
+def eos_ids_of(*configs: Any) -> frozenset[int]:
+    """Return the end-of-sequence ids of the first config that has some."""
+    for source in configs:
         value = getattr(source, "eos_token_id", None)
         if value is not None:
             return frozenset([value] if isinstance(value, int) else value)

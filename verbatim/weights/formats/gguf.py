@@ -21,6 +21,7 @@ from torch import Tensor
 from verbatim.common.untrusted import reason, refuse_lfs_pointer
 from verbatim.errors import ModelError, NotSupported, first_line
 from verbatim.kernels.packing import Encoding, Packing, WeightPacking
+from verbatim.model.limits import eos_ids_of
 from verbatim.model.loader import (
     LoadedModel,
     ModelSource,
@@ -42,6 +43,7 @@ _FLOATS = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+_ENDS = ("eot", "eom")  # of a turn and of a message, where completions end, too
 # transformers' tensor processors that work on tensors without data.
 _PROCESSORS = (
     "TensorProcessor",
@@ -103,6 +105,9 @@ def open_gguf(path: Path, source: ModelSource, tokenizer: Any, *, in_memory: boo
     where = {"trust_remote_code": False, "local_files_only": True, "gguf_file": path.name}
     config = read_config(str(path.parent), where)
     _scale_rope(path, config, reader)
+    fields = (reader.fields.get(f"tokenizer.ggml.{end}_token_id") for end in _ENDS)
+    ends = [field.contents() for field in fields if field is not None]
+    config.eos_token_id = sorted({*eos_ids_of(config), *(i for i in ends if type(i) is int)})
     resolved = resolve_dtype(dtype)
     if tokenizer is None and "tokenizer.ggml.model" in reader.fields:
         tokenizer = _tokenizer(path)
