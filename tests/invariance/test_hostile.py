@@ -179,6 +179,8 @@ def test_engine_opened_in_inference_mode_works_outside_it() -> None:
         ("model.safetensors.index.json", '{"weight_map": {}}'),
         ("model.safetensors.index.json", '{"weight_map": {"a": 3}}'),
         ("generation_config.json", "[]"),
+        ("generation_config.json", '{"eos_token_id": [[2]]}'),
+        ("generation_config.json", '{"eos_token_id": "2"}'),
         ("tokenizer.json", "[]"),
         ("tokenizer_config.json", "[]"),
     ],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
+
+from verbatim.errors import ModelError
 
 # Config fields with the number of positions.
 _LENGTH_FIELDS = (
@@ -78,9 +80,14 @@ def pad_id_of(configs: Iterable[Any], eos_ids: Iterable[int]) -> int:
 
 
 def eos_ids_of(*configs: Any) -> frozenset[int]:
-    """Return the end-of-sequence ids of the first config that has some."""
+    """Return the end-of-sequence ids of the first config with some; ModelError: they are no integers."""
     for source in configs:
         value = getattr(source, "eos_token_id", None)
         if value is not None:
-            return frozenset([value] if isinstance(value, int) else value)
+            ids = value if isinstance(value, Collection) else [value]
+            if not all(isinstance(i, int) for i in ids):
+                raise ModelError(
+                    f"eos_token_id={str(value)[:80]!r} of the model's config: must be an integer or a list"
+                )
+            return frozenset(ids)
     return frozenset()
