@@ -106,6 +106,16 @@ def test_every_eos_id_of_generation_config_ends_a_completion() -> None:
         assert len(c.token_ids) >= 7 and ids[4] not in c.token_ids[:6]
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_default_params_are_those_of_transformers(sampled: bool) -> None:
+    model = make_toy("llama")
+    settings = dict(do_sample=sampled, temperature=0.5, repetition_penalty=1.2)
+    model.generation_config.update(**settings)
+    with LLM(model) as llm:
+        params = llm.default_params()
+    assert params == SamplingParams(temperature=0.5 * sampled, repetition_penalty=1.2)
+
+
 def test_greedy_reports_a_sampled_logprob_of_zero(llm: LLM) -> None:
     c = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=4))[0].outputs[0]
     assert c.sampled_logprobs == [0.0] * len(c.token_ids) and all(p < 0 for p in c.logprobs)

@@ -533,10 +533,10 @@ class LLM:
             InvalidRequest: one of its values is out of range.
         """
         config = self.engine.generation_config
-        if config is None or not getattr(config, "do_sample", False):
-            return SamplingParams(temperature=0.0)
         fields = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
         defaults = {name: getattr(config, name, None) for name in fields}
+        if not getattr(config, "do_sample", False):  # greedy, but with the penalty
+            defaults = {"temperature": 0.0, "repetition_penalty": defaults["repetition_penalty"]}
         return SamplingParams(**{name: x for name, x in defaults.items() if x is not None})
 
     def stats(self) -> dict[str, Any]:
