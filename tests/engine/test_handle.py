@@ -38,6 +38,7 @@ from verbatim import (
     NotSupported,
     RequestFailed,
     SamplingParams,
+    TensorParallel,
     VerbatimError,
 )
 from verbatim.batch import Batch
@@ -500,6 +501,24 @@ def test_changed_weights_or_files_are_detected_by_sleep_and_wake(tmp_path: Path)
         with pytest.raises(ModelChanged, match=r"model\.safetensors changed"):
             llm.sleep(weights=True)
         assert not llm.stats()["asleep"]
+
+
+@pytest.mark.parametrize("placement", [None, TensorParallel(2)])
+def test_wake_reads_the_same_files_after_a_link_and_the_folder_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: Any
+) -> None:
+    for seed in (0, 1):
+        make_toy("llama", seed=seed).save_pretrained(tmp_path / str(seed))
+    (tmp_path / "link").symlink_to("0")
+    monkeypatch.chdir(tmp_path)
+    with LLM("link", placement=placement, **SMALL) as llm:
+        expected = all_facts(llm.generate(PROMPT, SHORT))
+        llm.sleep(weights=True)
+        (tmp_path / "link").unlink()
+        (tmp_path / "link").symlink_to("1")
+        monkeypatch.chdir("/")
+        llm.wake()
+        assert all_facts(llm.generate(PROMPT, SHORT)) == expected
 
 
 def test_weights_of_replaced_parameter_are_not_dropped(tmp_path: Path) -> None:

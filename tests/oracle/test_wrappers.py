@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_text_logits_match_multimodal_module(name: str, wrapper_folders: Folders
     assert is_verified(model, model) == (name != "apertus1p5")  # its codec has parametrized layers
     assert_equal_in_every_schedule(model, Decoder(model))
     source = ModelSource(wrapper_folders(name))
-    loaded = open_weights(lambda _: open_files(source, in_memory=True), None)
+    loaded = open_weights(partial(open_files, in_memory=True), source, None)
     assert_equal_in_every_schedule(model, Decoder(loaded.module))
 
 

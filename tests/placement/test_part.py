@@ -44,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWar
 def open_both(folder: Path, dtype: str = "float32") -> tuple[Any, LoadedModel]:
     """Return the whole module and a skeleton of it."""
     source = ModelSource(folder, dtype)
-    whole = open_weights(lambda _: open_model(source), None)
+    whole = open_weights(open_model, source, None)
     return whole.module, open_model(source, in_memory=False)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from verbatim.api.source import open_model
@@ -67,7 +66,7 @@ def _open_draft_model(
         OutOfBlocks: `kv_memory` is too small for one block.
     """
     try:
-        small = open_weights(partial(open_model, ModelSource(draft.model, draft.dtype)), None)
+        small = open_weights(open_model, ModelSource(draft.model, draft.dtype), None)
     except ModelError as error:
         if isinstance(draft.model, str):  # it may be a misspelt proposer name
             message = (

@@ -191,7 +191,7 @@ class LLM:
                 loaded = open_model(source, tokenizer, in_memory=False)
                 loaded.quantization = quantized
             else:
-                loaded = open_weights(partial(open_model, source), quantized, tokenizer)
+                loaded = open_weights(open_model, source, quantized, tokenizer)
             handle = open_engine(
                 loaded,
                 options,

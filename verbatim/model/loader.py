@@ -100,6 +100,11 @@ class ModelSource:
     unused_weights: str = "error"
     quantization: Mapping[str, Any] | None = None
 
+    def resolved(self, loaded: LoadedModel) -> ModelSource:
+        """Return a source of the files of `loaded`, wherever links and relative paths lead to later."""
+        model = self.model if self.config is None else loaded.folder
+        return replace(self, model=_resolved(model), config=_resolved(self.config))
+
     def plain(self, loaded: LoadedModel) -> ModelSource:
         """Return this source, opened as `loaded`, as plain data for another process."""
         # The resolved folder, as `latest` may change.
@@ -115,6 +120,12 @@ class ModelSource:
             config=loaded.config,
             quantization=None if loaded.quantization is None else asdict(loaded.quantization),
         )
+
+
+def _resolved(path: Any) -> Any:
+    """Return the absolute path of a file or a folder, without links; anything else as it is."""
+    local = isinstance(path, str | os.PathLike) and os.path.exists(os.path.expanduser(path))
+    return os.path.realpath(os.path.expanduser(path)) if local else path
 
 
 class Checkpoint:

@@ -25,7 +25,7 @@ from verbatim.common.files import atomic_write
 from verbatim.common.heap import release_free_memory
 from verbatim.errors import ModelError, first_line
 from verbatim.kernels.packing import WeightPacking
-from verbatim.model.loader import Checkpoint, LoadedModel
+from verbatim.model.loader import Checkpoint, LoadedModel, ModelSource
 from verbatim.model.quantizable import matrices_of, owners
 from verbatim.model.quantized import hold_quantized
 from verbatim.model.stored import Stored, read_stored, stamp_of, stored_in
@@ -48,7 +48,10 @@ Place = tuple[int, str]  # (id of a module, name of its parameter)
 
 
 def open_weights(
-    open_: Callable[[Any], LoadedModel], quantization: Quantization | None, tokenizer: Any = None
+    open_: Callable[[ModelSource, Any], LoadedModel],
+    source: ModelSource,
+    quantization: Quantization | None,
+    tokenizer: Any = None,
 ) -> LoadedModel:
     """Open a model with its weights, quantized or as they are stored.
 
@@ -56,15 +59,16 @@ def open_weights(
     are stored packed stay packed (`packings_of`).
 
     Args:
-        open_: opens the model with lazy weights, or a live module, given `tokenizer`.
+        open_: opens `source` with lazy weights, or as a live module, given `tokenizer`.
 
     Raises:
         ModelError: the model can't be opened, or has NaN, an infinity or a number too large to quantize.
         NotSupported: the model has no weight that can be quantized.
     """
-    loaded = open_(tokenizer)
+    loaded = open_(source, tokenizer)
     if loaded.live:
         return loaded
+    source = source.resolved(loaded)
     assert loaded.lazy_weights is not None
     module, lazy_weights = loaded.module, dict(loaded.lazy_weights)
     original = module.state_dict(keep_vars=True)
@@ -77,7 +81,9 @@ def open_weights(
     loaded.original = None if loaded.packed is None else original
     if fits and quantization is None:
         store_by_rows(module)
-    loaded.checkpoint = Checkpoint(loaded, lambda: open_weights(open_, quantization, False).module)
+    loaded.checkpoint = Checkpoint(
+        loaded, lambda: open_weights(open_, source, quantization, False).module
+    )
     return loaded
 
 

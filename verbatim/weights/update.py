@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def _read(path: Path, dtype: Callable[[], str]) -> dict[str, Tensor]:
     if any((path / name).is_file() for name in ("config.json", ADAPTER)):
         # transformers may rename a checkpoint's tensors, or merge several of them.
         source = ModelSource(path, dtype())
-        loaded = open_weights(lambda _: open_files(source, False, in_memory=True), None)
+        loaded = open_weights(partial(open_files, in_memory=True), source, None, False)
         if loaded.packed is not None:
             raise NotSupported(f"{path}: a quantized checkpoint; only LLM(model=...) opens it")
         return dict(loaded.module.state_dict())

@@ -103,8 +103,10 @@ def take_share(
         to = 0 if name == names.get(id(head)) else None
         module.set_submodule(name, Columns(inner, ranks, bounds, to))
 
+    again = source.resolved(loaded)
+
     def read() -> nn.Module:
-        reloaded = reopen(source)
+        reloaded = reopen(again)
         take_share(reloaded, source, ranks, device, head=None, linears=linears, share=share)
         return reloaded.module
 
