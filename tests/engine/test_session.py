@@ -360,7 +360,7 @@ def test_turns_beside_requests_in_a_tiny_pool_keep_their_tokens() -> None:
         assert llm.stats()["blocks_used"] == llm.stats()["blocks_reserved"] == 0
 
 
-def test_eviction_sleep_and_new_weights_drop_idle_kv() -> None:
+def test_eviction_sleep_and_new_weights_drop_idle_kv(tmp_path: Path) -> None:
     with open_llm() as llm, llm.session(100, seed=7) as session:
         session.generate(PROMPT, P8)
         for drop in (
@@ -376,9 +376,11 @@ def test_eviction_sleep_and_new_weights_drop_idle_kv() -> None:
         weight = llm.engine.runner.module.model.layers[0].mlp.down_proj.weight
         with torch.no_grad():
             weight.mul_(1.5)  # like an optimizer step, of which the engine is not notified
-        result = session.generate([50], P8)
-        assert result.num_cached_tokens == 0 or result.weight_version == 2
-        assert output_facts(result) == alone(llm, result.prompt_token_ids, P8)
+        session.save(tmp_path / "talk", kv=True)
+        for resumed in (llm.session(load=tmp_path / "talk"), session):
+            result = resumed.generate([50], P8)
+            assert result.num_cached_tokens == 0 or result.weight_version == 2
+            assert output_facts(result) == alone(llm, result.prompt_token_ids, P8)
 
 
 def test_sessions_never_reserve_more_blocks_than_exist() -> None:

@@ -68,7 +68,7 @@ class SessionState:
             VerbatimError: the engine is paused or asleep.
         """
         kv, self.kv = self.kv, None
-        if kv is None or kv[0] != _identity_of_kv(engine, self.token_ids, kv[0]["num_tokens"]):
+        if kv is None or kv[0] != kv[0] | _identity_of_kv(engine, self.token_ids):
             return
         runner, (identity, parts) = engine.runner, kv
 
@@ -292,8 +292,8 @@ def _model_mismatch(saved: dict[str, Any], current: dict[str, Any]) -> str | Non
     return None
 
 
-def _identity_of_kv(engine: EngineHandle, token_ids: list[int], num_tokens: int) -> dict[str, Any]:
-    """Return properties that identify the K and V of a session's first tokens, besides the numerics key.
+def _identity_of_kv(engine: EngineHandle, token_ids: list[int]) -> dict[str, Any]:
+    """Return properties that identify the K and V of a session, besides their number and the numerics key.
 
     A digest of the log-probs of some tokens identifies the weights.
 
@@ -326,7 +326,6 @@ def _identity_of_kv(engine: EngineHandle, token_ids: list[int], num_tokens: int)
     scores = result.prompt_logprobs[1:]
     packed = struct.pack(f"<{len(scores)}d", *scores)
     return {
-        "num_tokens": num_tokens,
         "layout": [engine.scheduler.block_size, *layout],
         "probe": hashlib.blake2b(packed, digest_size=16).hexdigest(),
     }
@@ -336,7 +335,11 @@ def _copy_kv(
     engine: EngineHandle, token_ids: list[int], cache: SessionCache
 ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
     """Return a copy of a session's K and V, in the format of `SessionState.kv`; None if there are none."""
+    if not token_ids or not cache.blocks:
+        return None
     runner, size = engine.runner, engine.scheduler.block_size
+    # First, as its forward drops K and V of earlier weights.
+    identity = _identity_of_kv(engine, token_ids)
 
     def take() -> tuple[dict[str, Tensor | None], int]:
         num_tokens = num_in_common(cache.token_ids, token_ids)
@@ -360,4 +363,4 @@ def _copy_kv(
     rows = {kind: tensor for kind, tensor in rows_by_kind.items() if tensor is not None}
     if not num_tokens or len(rows) < len(rows_by_kind):  # a stage of the cluster is lost
         return None
-    return _identity_of_kv(engine, token_ids, num_tokens), rows
+    return identity | {"num_tokens": num_tokens}, rows
