@@ -158,9 +158,10 @@ class Runner(Protocol):
         ...
 
     def stamp(self) -> object:
-        """Return a value that changes with the weights, as far as that can be detected cheaply.
+        """Return a value that changes with a live module, as far as that can be detected cheaply.
 
-        In-place writes to parameters, such as an optimizer's, are detected; writes through `.data` are not.
+        In-place writes to parameters, such as an optimizer's, are detected, and edits of hooks, layers,
+        buffers and numbers between two forwards; writes through `.data` are not.
         """
         return None
 

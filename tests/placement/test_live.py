@@ -156,6 +156,83 @@ def test_edited_module_gives_scores_of_module_forward(toy: str, edit: Any) -> No
         assert llm.score(PROMPT)[1:] == after
 
 
+def add_adapters(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT uses a deprecated name
+        settings = LoraConfig(r=4, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+        adapted = get_peft_model(model, settings)
+        adapted.add_adapter("other", settings)
+    return adapted.eval()
+
+
+def rescale(model: Any) -> None:
+    for layer in model.modules():
+        if isinstance(getattr(layer, "scaling", None), dict):
+            layer.scaling["default"] *= 3
+
+
+def unchanged(model: Any) -> Any:
+    return model
+
+
+class Counting(nn.Module):
+    """Counts its calls, in an attribute and in a buffer."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.num_calls = inner, 0
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        self.count += 1
+        return self.inner(x)
+
+
+def counting(model: Any) -> Any:
+    model.model.layers[1].mlp = Counting(model.model.layers[1].mlp)
+    return model
+
+
+MLP = "model.layers.0.mlp"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "edit"),
+    [
+        (unchanged, edited("model.layers.0.input_layernorm", "variance_epsilon", 0.5)),
+        (unchanged, lambda m: m.model.rotary_emb.inv_freq.mul_(0.5)),
+        (unchanged, lambda m: m.get_submodule(MLP).register_forward_hook(lambda m, i, o: 3 * o)),
+        (unchanged, edited(MLP, "forward", lambda x: 3 * x)),
+        (unchanged, edited(MLP, "act_fn", nn.Tanh())),
+        (counting, edited("model.layers.1.mlp.inner", "act_fn", nn.Tanh())),
+        (add_adapters, lambda m: m.set_adapter("other")),
+        (add_adapters, lambda m: m.disable_adapter_layers()),
+        (add_adapters, lambda m: m.merge_adapter(["other"])),
+        (add_adapters, rescale),
+    ],
+)
+def test_edits_drop_keys_and_values_of_sessions_and_streams(prepare: Any, edit: Any) -> None:
+    model = prepare(make_toy("llama"))
+    with LLM(model) as llm, llm.session(seed=3) as session:
+        stream = llm.stream(PROMPT, GREEDY)
+        session.generate(PROMPT, GREEDY)
+        ids = PROMPT + next(stream).token_ids
+        assert llm.stats()["weight_version"] == 0
+        edit(model)
+        turn = session.generate(PROMPT, GREEDY)
+        rest = [i for delta in stream for i in delta.token_ids]
+        assert llm.stats()["weight_version"] == 1
+    with LLM(model) as llm:
+        expected = llm.generate(turn.prompt_token_ids, GREEDY)[0].outputs[0]
+        assert turn.outputs[0].logprobs == expected.logprobs
+        ids += rest[: len(rest) - 5]
+        expected = llm.generate(ids, GREEDY.replace(max_tokens=5))[0].outputs[0]
+        assert rest[-5:] == expected.token_ids
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_replaced_configs_do_not_join_sequences(fused: bool) -> None:
     model = make_toy("llama")
@@ -207,17 +284,11 @@ def test_hook_and_parametrization_affect_generation_like_module_forward() -> Non
 
 
 def test_lora_layers_give_tokens_of_module_forward() -> None:
-    from peft import LoraConfig, get_peft_model
-
     model = make_toy("llama")
     with LLM(model) as llm:
         plain = greedy(llm)
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT uses a deprecated name
-        adapted = get_peft_model(
-            model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-        )
-    with LLM(adapted.eval()) as llm:
+    adapted = add_adapters(model)
+    with LLM(adapted) as llm:
         tokens = greedy(llm)
         assert tokens == own_answer(adapted) != plain
     merged = adapted.merge_and_unload()

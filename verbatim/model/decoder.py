@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Protocol
 
@@ -21,7 +22,15 @@ from verbatim.kv.flat import HiddenStore
 from verbatim.kv.store import KVStore
 from verbatim.model.context import ForwardContext, activate, head_of, hidden_rows, record_values
 from verbatim.model.experts import how_run, needs_sync
-from verbatim.model.fingerprint import Fingerprint, Place, Tree, has_global_hooks, numbers_of
+from verbatim.model.fingerprint import (
+    Fingerprint,
+    Place,
+    Tree,
+    has_global_hooks,
+    numbers_of,
+    versions_of,
+    writes_to,
+)
 from verbatim.model.flat import BLOCK_SIZE, FlatContext, logits_of, noise_store, span_batch
 from verbatim.model.fused import FusedLayers
 from verbatim.model.invariant import InvariantMode
@@ -135,6 +144,7 @@ class Decoder:
                 self.spec: ModelSpec = inspect_model(module)
             self.adapters = Adapters(self.spec.dtype)
             self._prepare(module)
+        self._state, self._num_edits = self._current_state(), 0
         self._editable |= self._tree.has_hooks()  # hooks of the model's own code
 
     def view(self, module: nn.Module, part: ModelPart | None = None) -> Decoder:
@@ -189,6 +199,9 @@ class Decoder:
         configs = self._tree.configs
         kinds = [Place(config.__dict__, "layer_types") for config in configs]
         self._numbers = Fingerprint([], [*numbers_of(modules, configs), *kinds])
+        settings = [m for m in self._tree.modules if not is_linear(m)]
+        self._settings = Fingerprint([], numbers_of(settings, configs, collections=True))
+        self._buffers = [m._buffers for m in self._tree.modules if m._buffers]
         # The override must cover the whole forward in three cases: micro-batches alternate within a forward
         # and share the thread's override; foreign code may have branches that inspection did not run; a
         # forward replaced on an instance is not wrapped.
@@ -246,6 +259,20 @@ class Decoder:
             self.spec = now
             self._prepare(module)
 
+    def stamp(self) -> object:
+        """Return a value that changes when the module is edited or its weights are written; see `Runner`."""
+        with exclusive:  # another engine's forward patches the module
+            state = self._current_state()
+            if state != self._state:
+                self._state, self._num_edits = state, self._num_edits + 1
+            return self._num_edits, self._tree.code(), writes_to(self.owner)
+
+    def _current_state(self) -> object:
+        """Return the numbers and the versions of buffers, which the module's forward may change as well."""
+        values = chain.from_iterable(map(dict.values, self._buffers))
+        buffers = [buffer for buffer in values if buffer is not None]
+        return self._settings.values(), [*map(id, buffers)], versions_of(buffers)
+
     @property
     def module(self) -> nn.Module:
         """The module, for callers that may edit it; raises EngineClosed if it is gone."""
@@ -291,7 +318,8 @@ class Decoder:
         """Drop the references to the module."""
         self._module = lambda: None
         self.adapters, self.steps = Adapters(self.spec.dtype), None
-        for name in ("_tree", "_numbers", "_forwards", "_unfused", "_layers", "_wants_team"):
+        names = "_tree _numbers _settings _buffers _state _forwards _unfused _layers _wants_team"
+        for name in names.split():
             vars(self).pop(name, None)
 
     def run(
@@ -316,7 +344,10 @@ class Decoder:
         work = partial(self._run, batch, store, records, body, hooks=hooks)
         with exclusive:
             few = self._wants_team and batch.num_tokens <= _TEAM_ROWS
-            return in_team(work) if few and has_kernels(store.device) else work()
+            output = in_team(work) if few and has_kernels(store.device) else work()
+            if self._editable:
+                self._state = self._current_state()
+            return output
 
     def _run(
         self,

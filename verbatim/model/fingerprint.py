@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -34,9 +35,9 @@ class Place(NamedTuple):
 
 # Attributes that change while a module is patched or depend on its caller, or that no forward reads.
 _IGNORED = frozenset(
-    "training gradient_checkpointing use_cache _attn_implementation_internal "
-    "_experts_implementation_internal _is_hf_initialized _is_full_backward_hook".split()
-)
+    "gradient_checkpointing use_cache _attn_implementation_internal "
+    "_experts_implementation_internal _is_hf_initialized".split()
+).union(vars(nn.Module()))
 _modules, _parameters = attrgetter("_modules"), attrgetter("_parameters")
 _version, _training = attrgetter("_version"), attrgetter("training")
 _children_of = itemgetter("_modules")
@@ -60,7 +61,9 @@ class Fingerprint:
         self, tensors: Iterable[Place], numbers: Iterable[Place] = (), classes: Iterable[type] = ()
     ) -> None:
         self._tensors, self._numbers = _distinct(tensors), _distinct(numbers)
-        self._values = [[*x] if type(x) is list else x for x in self._values_now()]
+        values = [*map(dict.get, *self._numbers)]
+        self._collections = [i for i, x in enumerate(values) if type(x) in (list, dict)]
+        self._values = self.values()
         self._classes: list[Any] = [*dict.fromkeys(classes)]
         self._forwards = [cls.forward for cls in self._classes]
         self._layouts: list[list[Any]] | None = None
@@ -83,7 +86,7 @@ class Fingerprint:
 
     def same_values(self) -> bool:
         """Return whether numbers and strings have the recorded values."""
-        return self._values_now() == self._values
+        return [*map(dict.get, *self._numbers)] == self._values
 
     def same_layouts(self) -> bool:
         """Return whether the tensors have the addresses and layouts of the last `record_layouts`."""
@@ -121,8 +124,12 @@ class Fingerprint:
         missing = [] if len(present) == len(tensors) else [tensor is None for tensor in tensors]
         return [missing, *([*map(read, present)] for read in _LAYOUT)]
 
-    def _values_now(self) -> list[Any]:
-        return [*map(dict.get, *self._numbers)]
+    def values(self) -> list[Any]:
+        """Return the current numbers, and copies of lists and dictionaries of them."""
+        values = [*map(dict.get, *self._numbers)]
+        for i in self._collections:
+            values[i] = copy(values[i])
+        return values
 
 
 def _distinct(places: Iterable[Place]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -136,8 +143,14 @@ def place_of(module: nn.Module, name: str) -> Place:
     return Place(module.__dict__ if name in module.__dict__ else module._parameters, name)
 
 
-def numbers_of(modules: list[nn.Module], configs: Iterable[Any] = ()) -> list[Place]:
-    """Return the places of numbers, strings and tuples of them in modules, their configs and `configs`."""
+def numbers_of(
+    modules: list[nn.Module], configs: Iterable[Any] = (), *, collections: bool = False
+) -> list[Place]:
+    """Return the places of numbers, strings and tuples of them in modules, their configs and `configs`.
+
+    Args:
+        collections: also lists and dictionaries of them, such as the scales of PEFT's adapters.
+    """
     fields = [m.__dict__ for m in dict.fromkeys(modules)]
     owned = (f["config"] for f in fields if hasattr(f.get("config"), "__dict__"))
     configs = [config.__dict__ for config in chain(configs, owned)]
@@ -145,8 +158,12 @@ def numbers_of(modules: list[nn.Module], configs: Iterable[Any] = ()) -> list[Pl
         Place(values, name)
         for values in (*fields, *{id(c): c for c in configs}.values())
         for name, value in values.items()
-        if name not in _IGNORED and _is_plain(value)
+        if name not in _IGNORED and all(map(_is_plain, _entries(value) if collections else [value]))
     ]
+
+
+def _entries(value: Any) -> Iterable[Any]:
+    return value if type(value) is list else value.values() if type(value) is dict else [value]
 
 
 def _is_plain(value: Any) -> bool:
@@ -162,18 +179,24 @@ def tensors_of(modules: Iterable[nn.Module]) -> list[Place]:
 
 
 def writes_to(module: nn.Module) -> object:
-    """Return the identity and the version counter of each parameter, to detect writes."""
+    """Return identities of modules and parameters, and versions of parameters, to detect writes."""
     # Level by level with `map`, without Python code per module, as this runs at every step.
-    layers, entries = [module], list[nn.Parameter | None]()
+    layers, entries, modules = [module], list[nn.Parameter | None](), list[nn.Module]()
     while layers:
+        modules += layers
         entries += chain.from_iterable(map(dict.values, map(_parameters, layers)))
         children = chain.from_iterable(map(dict.values, map(_modules, layers)))
         layers = [child for child in children if child is not None]
     parameters = [p for p in entries if p is not None]
+    return [*map(id, modules)], [*map(id, parameters)], versions_of(parameters)
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the version counters of tensors; 0 for inference tensors, which have none."""
     try:
-        return [*map(id, parameters)], [*map(_version, parameters)]
-    except RuntimeError:  # inference tensors have no counter
-        return [(id(p), 0 if p.is_inference() else p._version) for p in parameters]
+        return [*map(_version, tensors)]
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 class Tree:
@@ -184,6 +207,7 @@ class Tree:
         _, *self._inner = root.modules()
         self._fields: list[dict[str, Any]] = [_fields_of(m) for m in (root, *self._inner)]
         self._with_config = [fields for fields in self._fields if "config" in fields]
+        self._children = [dict(children) for children in map(_children_of, self._fields)]
         self._initial = self._current()
 
     @property
@@ -204,14 +228,13 @@ class Tree:
 
         Values in configs may differ.
         """
-        return self._current() == self._initial
+        same_children = [*map(_children_of, self._fields)] == self._children
+        return same_children and self._current() == self._initial
 
     def _current(self) -> tuple[Any, ...]:
-        modules, children = self.modules, [*map(_children_of, self._fields)]
+        modules = self.modules
         return (
             [*map(type, modules)],
-            [*map(len, children)],
-            [*map(id, chain.from_iterable(map(dict.values, children)))],
             [*map(dict.__contains__, self._fields, repeat("forward"))],
             [*map(id, map(dict.get, self._with_config, repeat("config")))],
             next((p.dtype for p in modules[0].parameters()), None),
@@ -220,6 +243,12 @@ class Tree:
     def has_hooks(self) -> bool:
         """Return whether there are forward hooks, on a module or global ones."""
         return has_hooks(self._fields)
+
+    def code(self) -> tuple[list[int], ...]:
+        """Return identities of the forward hooks and of the forwards set on instances."""
+        own = map(dict.get, self._fields, repeat("forward"))
+        hooks = filter(None, chain(map(_hooks, self._fields), map(_pre_hooks, self._fields)))
+        return [*chain.from_iterable(hooks)], [*map(id, own)]
 
     def in_training(self) -> list[nn.Module]:
         """Return the modules that are in training mode."""

@@ -20,6 +20,7 @@ from verbatim.errors import NotSupported
 from verbatim.kv.flat import HiddenStore
 from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.decoder import Decoder
+from verbatim.model.fingerprint import writes_to
 from verbatim.model.lora import Adapters
 from verbatim.model.patching import exclusive
 from verbatim.model.routing import Records
@@ -107,6 +108,9 @@ class ExternalDecoder(Decoder):
 
     def refresh(self) -> None:
         """Do nothing: the module's own forward is called each time."""
+
+    def stamp(self) -> object:
+        return writes_to(self.owner)
 
     def weights_moved(self) -> None:
         """Do nothing: no addresses of weights are stored."""

@@ -19,7 +19,6 @@ from verbatim.kv.store import KVStore, cache_info
 from verbatim.model.decoder import Decoder
 from verbatim.model.device import Device
 from verbatim.model.draft_layers import DraftLayers
-from verbatim.model.fingerprint import writes_to
 from verbatim.model.loader import Checkpoint, LoadedModel
 from verbatim.model.products import threads
 from verbatim.model.quantized import weight_info
@@ -228,7 +227,7 @@ class Resident(Runner):
         self.decoder.unload_adapter(number)
 
     def stamp(self) -> object:
-        return writes_to(self.decoder.owner)
+        return self.decoder.stamp()
 
     def sleep(self, weights: bool) -> None:
         if weights:
