@@ -156,14 +156,25 @@ def test_edited_module_gives_scores_of_module_forward(toy: str, edit: Any) -> No
         assert llm.score(PROMPT)[1:] == after
 
 
-def add_adapters(model: Any) -> Any:
+def adapt(model: Any, *parameters: str) -> Any:
+    """Return the model with LoRA layers of PEFT, also for these parameters."""
     from peft import LoraConfig, get_peft_model
 
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT uses a deprecated name
-        settings = LoraConfig(r=4, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
-        adapted = get_peft_model(model, settings)
-        adapted.add_adapter("other", settings)
+        settings = LoraConfig(
+            r=4,
+            target_modules=["k_proj", "v_proj"],
+            target_parameters=parameters,
+            init_lora_weights=False,
+        )
+        return get_peft_model(model, settings).eval()
+
+
+def add_adapters(model: Any) -> Any:
+    adapted = adapt(model)
+    with torch.random.fork_rng():
+        adapted.add_adapter("other", adapted.peft_config["default"])
     return adapted.eval()
 
 
@@ -287,13 +298,29 @@ def test_lora_layers_give_tokens_of_module_forward() -> None:
     model = make_toy("llama")
     with LLM(model) as llm:
         plain = greedy(llm)
-    adapted = add_adapters(model)
+    adapted = adapt(model)
     with LLM(adapted) as llm:
         tokens = greedy(llm)
         assert tokens == own_answer(adapted) != plain
     merged = adapted.merge_and_unload()
     with LLM(merged) as llm:
         assert greedy(llm) == tokens
+
+
+@pytest.mark.parametrize("toy", ["mixtral", "gpt_oss"])
+def test_lora_on_experts_gives_scores_of_module_forward(toy: str) -> None:
+    adapted = adapt(make_toy(toy), "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    with LLM(adapted) as llm:
+        greedy(llm)
+        assert llm.stats()["weight_version"] == 0  # though PEFT's forward counts as writing
+        seen = []
+        for change in (unchanged, train_step, lambda m: m.disable_adapter_layers()):
+            change(adapted)
+            seen.append(llm.score(PROMPT)[1:])
+            expected = scores_of(adapted.eval(), PROMPT)
+            assert seen[-1] == pytest.approx(expected.tolist(), abs=1e-4)
+            assert llm.score([PROMPT, PROMPT[:5]])[0][1:] == seen[-1]
+        assert seen[0] != seen[1] != seen[2]
 
 
 def test_interleaved_engines_and_training_are_bit_identical() -> None:

@@ -116,6 +116,9 @@ class Decoder:
 
     steps: Steps | None = None
     _wants_team = False  # for short steps: kernels run some, but not all of it
+    _writes_weights = (
+        False  # whether the module's own forward counts as writing, as PEFT's for experts
+    )
 
     def __init__(
         self,
@@ -141,7 +144,7 @@ class Decoder:
         )
         with exclusive:
             with nullcontext() if order is None else order.learning():
-                self.spec: ModelSpec = inspect_model(module)
+                self.spec = self._inspect(module)
             self.adapters = Adapters(self.spec.dtype)
             self._prepare(module)
         self._state, self._num_edits = self._current_state(), 0
@@ -170,6 +173,12 @@ class Decoder:
         if not self._editable:
             self._editable = True
             self.record_steps(lambda _: None)
+
+    def _inspect(self, module: nn.Module) -> ModelSpec:
+        before = writes_to(module)
+        spec = inspect_model(module)
+        self._writes_weights |= writes_to(module) != before
+        return spec
 
     def _prepare(self, module: nn.Module) -> None:
         self._tree = Tree(module)
@@ -243,7 +252,7 @@ class Decoder:
             module = self.raw_module
             if not self.is_editable or (self._tree.unchanged() and self._numbers.same_values()):
                 return
-            before, now = self.spec, inspect_model(module)
+            before, now = self.spec, self._inspect(module)
             for name, old, new in (
                 ("layers", before.layers, now.layers),
                 ("recurrent states", before.states, now.states),
@@ -262,16 +271,21 @@ class Decoder:
     def stamp(self) -> object:
         """Return a value that changes when the module is edited or its weights are written; see `Runner`."""
         with exclusive:  # another engine's forward patches the module
-            state = self._current_state()
-            if state != self._state:
-                self._state, self._num_edits = state, self._num_edits + 1
-            return self._num_edits, self._tree.code(), writes_to(self.owner)
+            self._count_edits()
+            writes = None if self._writes_weights else writes_to(self.owner)
+            return self._num_edits, self._tree.code(), writes
+
+    def _count_edits(self) -> None:
+        state = self._current_state()
+        if state != self._state:
+            self._state, self._num_edits = state, self._num_edits + 1
 
     def _current_state(self) -> object:
-        """Return the numbers and the versions of buffers, which the module's forward may change as well."""
+        """Return what the module's own forward may change: numbers, and versions of buffers and weights."""
         values = chain.from_iterable(map(dict.values, self._buffers))
         buffers = [buffer for buffer in values if buffer is not None]
-        return self._settings.values(), [*map(id, buffers)], versions_of(buffers)
+        writes = writes_to(self.owner) if self._writes_weights else None
+        return self._settings.values(), [*map(id, buffers)], versions_of(buffers), writes
 
     @property
     def module(self) -> nn.Module:
@@ -344,10 +358,15 @@ class Decoder:
         work = partial(self._run, batch, store, records, body, hooks=hooks)
         with exclusive:
             few = self._wants_team and batch.num_tokens <= _TEAM_ROWS
-            output = in_team(work) if few and has_kernels(store.device) else work()
-            if self._editable:
-                self._state = self._current_state()
-            return output
+            work = partial(in_team, work) if few and has_kernels(store.device) else work
+            return self._run_edited(work) if self._editable else work()
+
+    def _run_edited(self, work: Callable[[], Forward]) -> Forward:
+        """Run a forward of an editable module, whose own changes are no edits."""
+        self._count_edits()
+        output = work()
+        self._state = self._current_state()
+        return output
 
     def _run(
         self,

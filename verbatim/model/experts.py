@@ -329,11 +329,24 @@ _parts: weakref.WeakKeyDictionary[nn.Module, ExpertsParts] = weakref.WeakKeyDict
 
 
 def parts_of(experts: nn.Module) -> ExpertsParts:
-    """Return the cached parts of an experts module; raise NotFusable if its class is unknown."""
+    """Return the parts of an experts module, cached; raise NotFusable if its class is unknown."""
+    if "parametrizations" in experts._modules:
+        return ExpertsParts(_with_values(experts))
     parts = _parts.get(experts)
     if parts is None or not parts.is_current():
         parts = _parts[experts] = ExpertsParts(experts)
     return parts
+
+
+def _with_values(experts: nn.Module) -> nn.Module:
+    """Return a copy of a module with the current values of its parametrized tensors."""
+    plain = nn.Module()
+    plain.__dict__ |= experts.__dict__
+    plain.__class__ = type(experts).__bases__[0]
+    parametrizations: Any = experts._modules["parametrizations"]
+    values = {name: getattr(experts, name) for name in parametrizations}
+    plain.__dict__["_parameters"] = experts._parameters | values
+    return plain
 
 
 def is_stacked(module: nn.Module) -> bool:
