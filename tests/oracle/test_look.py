@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
+from transformers import LlamaForCausalLM, MambaForCausalLM, Qwen3MoeForCausalLM
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
@@ -42,10 +42,14 @@ class OwnMixture(Qwen3MoeForCausalLM):
     """As above, with experts, whose choice may depend on rounding."""
 
 
+class OwnMamba(MambaForCausalLM):
+    """As above, with logits in float32."""
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_unlisted_moe_class_in_bfloat16_passes_trial(seed: int) -> None:
-    config = toys.make_toy("qwen3_moe").config
-    Decoder(toys.build(OwnMixture, config, dtype=torch.bfloat16, seed=seed))
+@pytest.mark.parametrize(("cls", "name"), [(OwnMixture, "qwen3_moe"), (OwnMamba, "mamba")])
+def test_unlisted_class_in_bfloat16_passes_trial(cls: Any, name: str, seed: int) -> None:
+    Decoder(toys.build(cls, toys.make_toy(name).config, dtype=torch.bfloat16, seed=seed))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from support import sweep, toys
 from support.sweep_forward import assert_equal_in_every_schedule
 from verbatim.errors import UnsupportedModel
 from verbatim.model.decoder import Decoder
-from verbatim.model.trial import VERIFIED
+from verbatim.model.shard import Columns
+from verbatim.model.trial import VERIFIED, is_verified
 
 # In the oldest transformers, importing GPT-BigCode's module gives this warning.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -60,7 +61,10 @@ def test_verified_class_is_opened_without_trial(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("a verified class was tried out")
 
     monkeypatch.setattr("verbatim.model.trial.try_out", no_trial)
-    Decoder(toys.make_toy("llama"))
+    Decoder(model := toys.make_toy("llama"))
+    ranks: Any = None
+    model.lm_head = Columns(model.lm_head, ranks, [0, toys.VOCAB])
+    assert is_verified(model, model)
 
 
 def test_architectures_page_is_up_to_date() -> None:

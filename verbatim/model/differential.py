@@ -37,9 +37,9 @@ def largest_error(a: Tensor, b: Tensor) -> float:
     return float(rows.max() if a.dtype == torch.float32 else rows.median())
 
 
-def tolerance(logits: Tensor, scale: float) -> float:
-    """Return the largest error attributed to rounding in logits with magnitudes up to `scale`."""
-    return scale * (1e-3 if logits.dtype == torch.float32 else 1e-1)
+def tolerance(dtype: torch.dtype, scale: float) -> float:
+    """Return the largest error attributed to rounding to `dtype` in logits with magnitudes up to `scale`."""
+    return scale * (1e-3 if dtype == torch.float32 else 1e-1)
 
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:

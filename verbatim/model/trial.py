@@ -99,6 +99,7 @@ _KNOWN_SOURCES = (
     "transformers.",
     "peft.",
     "verbatim.model.quantized",
+    "verbatim.model.shard",
 )
 
 
@@ -162,9 +163,11 @@ def try_out(module: nn.Module, spec: ModelSpec) -> None:
         alone = flat(memory(), {s: all_rows[s]})[s]
         if not (bit_equal(alone, logits) and bit_equal(torch.cat([first[s], second[s]]), logits)):
             raise UnsupportedModel("in a trial its logits changed with the other rows of the batch")
+    # Some heads return float32 in a model of half precision.
+    dtype = min(spec.dtype, expected[0].dtype, key=lambda dtype: dtype.itemsize)
     for actual, theirs in zip(joint.values(), expected, strict=True):
-        error = largest_error(actual, theirs)
-        if not error <= tolerance(actual, scale):
+        error = largest_error(actual.to(dtype), theirs.to(dtype))
+        if not error <= tolerance(dtype, scale):
             raise UnsupportedModel(
                 f"in a trial its logits on a flat batch were off by {error:.2g} (largest logit: "
                 f"{scale:.2g}) from its own forward"

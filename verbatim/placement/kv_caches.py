@@ -281,7 +281,7 @@ def _trial_run(module: nn.Module) -> int:
             whole = torch.cat([_call(module, store, *row, 0) for row in rows])
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from None
-    slack = tolerance(logits, scale)
+    slack = tolerance(logits.dtype, scale)
     if largest_error(whole[0, :-1], whole[1, :-1]) > slack:
         raise UnsupportedModel(
             f"{name}: in a trial the last token changed the logits before it; a causal model is needed"

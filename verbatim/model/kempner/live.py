@@ -168,4 +168,4 @@ def _is_equivalent(skeleton: nn.Module, module: Any) -> bool:
         theirs = module(ids)
         ours = skeleton(input_ids=ids, use_cache=False).logits
     scale = float(theirs.abs().max())
-    return largest_error(ours, theirs) <= tolerance(theirs, scale)
+    return largest_error(ours, theirs) <= tolerance(theirs.dtype, scale)
