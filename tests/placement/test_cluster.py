@@ -104,9 +104,12 @@ def test_recurrent_model_gives_same_tokens_in_small_micro_batches(
 ) -> None:
     """A piece of one row overwrites the state that it reads, so a recorded step must not run twice."""
     expected = resident_facts(folders("qwen4"), 11)
-    options = dict(micro_batches=2, max_batch_tokens=7, stages=2)
-    with clustered(folders("qwen4"), **options) as llm:
+    options: dict[str, Any] = dict(max_batch_tokens=7, kv_memory=1_000_000)
+    with clustered(folders("qwen4"), micro_batches=2, stages=2, **options) as llm:
         assert mixed_facts(llm, 11) == expected
+        kv_bytes = llm.info()["kv_bytes"]
+    with LLM(folders("qwen4"), max_length=200, **options) as llm:
+        assert llm.info()["kv_bytes"] == kv_bytes, "with the recurrent states"
 
 
 def test_routing_is_recorded_and_replayed_across_stages(saved: Folders) -> None:
@@ -207,6 +210,25 @@ def test_stages_lost_together_in_turn_and_during_recovery_are_replaced(saved: Fo
         for host in serving(llm):
             host.kill()
         assert mixed_facts(llm) == expected, "all of them, while idle"
+
+
+def test_cluster_that_is_collected_in_a_listener_thread_is_closed(saved: Folders) -> None:
+    """The garbage collector may run a finalizer in any thread."""
+    hosts = ThreadHosts()
+    with clustered(saved("llama"), hosts) as llm:
+        runner: Any = llm.engine.runner
+        member, closed = runner.group.members[0], threading.Event()
+        receive = member.link.receive
+
+        def close_and_receive() -> Any:
+            runner._finalizer()
+            closed.set()
+            return receive()
+
+        member.link.receive = close_and_receive
+        member.send({"do": "ping"})
+        assert closed.wait(PATIENCE_S)
+        assert all(host.killed for host in hosts.hosts)
 
 
 def idle(host: ThreadHost) -> None:

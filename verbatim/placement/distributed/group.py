@@ -98,7 +98,8 @@ class StageHandle:
         self.lost = self.lost or "it was abandoned"
         self.link.close()
         self.host.kill()
-        self._listener.join(1.0)
+        if self._listener is not threading.current_thread():  # a finalizer may run in it
+            self._listener.join(1.0)
 
 
 Inbox = queue.SimpleQueue[tuple[StageHandle, "Message | str"]]

@@ -28,7 +28,8 @@ from verbatim.weights.update import NewWeights
 
 _T = TypeVar("_T")
 _COMMON = ("architecture", "dtype", "kv_dtype", "gpu")  # in `info`, equal on all stages
-_SUMMED = ("parameters", "weight_bytes", "kv_bytes_per_token", "state_bytes")  # in `info`
+# In `info`, sums over all stages.
+_SUMMED = ("parameters", "weight_bytes", "kv_bytes", "kv_bytes_per_token", "state_bytes")
 _MIN_ROWS = 32  # rows per micro-batch, by default
 
 
@@ -344,7 +345,6 @@ class Clustered(Runner):
             },
             **_joined_quantization([info.get("quantization") for info in infos]),
             "layers": members[-1].end,
-            "kv_bytes": sums["kv_bytes_per_token"] * self.num_blocks * self.block_size,
             **({"state_slots": self.num_states} if self.num_states else {}),
             **self.draft_info,
             "stages": [
