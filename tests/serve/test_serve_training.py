@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from safetensors.torch import save
 
 from support.programs import PATIENCE_S, in_thread, started, state_of
 from support.serving import Served, serving, until
+from support.toys import make_toy
 from verbatim import LLM, InvalidRequest, Offload, SamplingParams, rl
 from verbatim.errors import VerbatimError
 from verbatim.placement.distributed.link import LinkLost
@@ -345,6 +347,16 @@ def test_weight_sender_updates_weights(served: Served, weights: Any) -> None:
         sender.send({"model.other": torch.zeros(3)})
     assert generated(served.llm) == before
     assert sender.send(other(weights)) == 53
+
+
+def test_weight_sender_rounds_no_float16_folder(tmp_path: Path) -> None:
+    half = make_toy("llama", dtype=torch.float16)
+    half.save_pretrained(tmp_path)
+    module = make_toy("llama", seed=1)
+    with LLM(module) as llm, serving(llm, ServeSettings(training=True)) as server:
+        assert rl.WeightSender(server.url, timeout_s=PATIENCE_S).send(tmp_path) == 1
+    pairs = zip(module.parameters(), half.parameters(), strict=True)
+    assert all(torch.equal(new, sent.float()) for new, sent in pairs)
 
 
 def test_weight_sender_without_key_is_rejected(keyed: Served) -> None:

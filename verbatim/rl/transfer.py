@@ -49,7 +49,7 @@ class WeightSender:
 
     def send(self, weights: Weights, *, version: int | None = None) -> int:
         """Replace the server's weights, as `LLM.update_weights`; return the version."""
-        tensors, key = named_weights(weights), secrets.token_bytes(32)
+        tensors, key = named_weights(weights, self._dtype), secrets.token_bytes(32)
         for name, tensor in tensors.items():
             if tensor.dtype not in SENT_DTYPES.values():
                 raise InvalidRequest(
@@ -91,6 +91,11 @@ class WeightSender:
     def resume(self) -> None:
         """Resume the server's steps."""
         self._call("/resume", {})
+
+    def _dtype(self) -> str:
+        """Return the dtype of the server's weights."""
+        config = self._call("/server_info")["vllm_config"]["model_config"]
+        return str(config["dtype"]).removeprefix("torch.")
 
     def _send(self, link: Link, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():

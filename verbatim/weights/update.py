@@ -36,7 +36,7 @@ _MESSAGE_BYTES = 256 * 2**20
 _MAX_SHOWN = 3  # names in an error message
 
 
-def named_weights(weights: Weights, dtype: Callable[[], str] = lambda: "auto") -> dict[str, Tensor]:
+def named_weights(weights: Weights, dtype: Callable[[], str]) -> dict[str, Tensor]:
     """Return the tensors of `weights`, by name.
 
     An iterator is consumed, and its plain tensors are copied, since the sender may reuse one buffer.
