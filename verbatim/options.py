@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,10 @@ import torch.distributed as dist
 from verbatim.common.checks import integer
 from verbatim.errors import InvalidRequest
 
+# The size of torch's thread pool before it is set; 0: the environment sets it.
+_SETTINGS = "OMP_NUM_THREADS", "MKL_NUM_THREADS"
+_UNSET_THREADS = 0 if any(name in os.environ for name in _SETTINGS) else torch.get_num_threads()
+
 
 def thread_count(value: Any) -> int | None:
     """Validate `num_threads`: None, or 1 to four times the number of processors (or 64 if that is more)."""
@@ -22,6 +28,23 @@ def thread_count(value: Any) -> int | None:
     if value is not None and integer("num_threads", value) > limit:
         raise InvalidRequest(f"num_threads={value}: at most {limit} on this machine")
     return None if value is None else int(value)
+
+
+def default_threads() -> int:
+    """Return the size of torch's thread pool; unless it was set, at most `processor_limit`."""
+    count = torch.get_num_threads()
+    return min(count, processor_limit()) if count == _UNSET_THREADS else count
+
+
+@cache
+def processor_limit() -> int:
+    """Return the number of processors that this process's container may use, or that the machine has."""
+    limits = [float(os.cpu_count() or 1)]
+    v1 = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+    for quota, period in _group_files("cpu", v1, ("cpu.max",)):
+        if quota not in ("max", "-1"):
+            limits.append(int(quota) / int(period))
+    return max(1, math.ceil(min(limits)))
 
 
 def total_memory() -> int:
@@ -46,36 +69,40 @@ def _installed_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-# Files of a control group with its limit and its use, and the part of the use that is free on demand.
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_FILES_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "
-_FILES_V2 = "memory.max", "memory.current", "inactive_file "
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
     """Yield the memory limit and the use, in bytes, of each control group with this process."""
+    v1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"
+    for limit, used, *stat in _group_files("memory", v1, ("memory.max", "memory.current", v1[2])):
+        with suppress(ValueError):  # no limit ("max")
+            pages = dict(zip(stat[::2], map(int, stat[1::2]), strict=True))
+            # What is free on demand; version 1 has a total besides the group's own.
+            free = pages.get("total_inactive_file", pages.get("inactive_file", 0))
+            yield int(limit), int(used) - free
+
+
+def _group_files(kind: str, v1: Sequence[str], v2: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the words in some files of each control group with this process that limits a `kind` of resource.
+
+    Args:
+        v1, v2: names of the files in the two versions of control groups.
+    """
     try:
         lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:  # not Linux
         return
     for line in lines:
         _, kinds, path = line.split(":", 2)
-        if "memory" in kinds.split(","):
-            root, (limit_file, used_file, reclaimable) = _GROUPS / "memory", _FILES_V1
-        elif not kinds:
-            root, (limit_file, used_file, reclaimable) = _GROUPS, _FILES_V2
-        else:
+        if kinds and kind not in kinds.split(","):
             continue
+        root, names = (_GROUPS / kind, v1) if kinds else (_GROUPS, v2)
         # In a container, `path` may be the host's: only the root is there.
         group = root / path.lstrip("/")
         for folder in (group, *group.parents[: len(group.parts) - len(root.parts)]):
-            try:
-                limit, used = (int((folder / name).read_text()) for name in (limit_file, used_file))
-                stat = (folder / "memory.stat").read_text().splitlines()
-            except (OSError, ValueError):  # no such group, or no limit ("max")
-                continue
-            free = [int(x.split()[1]) for x in stat if x.startswith(reclaimable)]
-            yield limit, used - sum(free)
+            with suppress(OSError):  # no such group
+                yield " ".join((folder / name).read_text() for name in names).split()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from support.toys import make_toy
 from verbatim import LLM, InvalidRequest, NotSupported, options
 from verbatim.kernels import numerics_key
 from verbatim.model.device import CPU, Device, resolve_device
+from verbatim.model.products import threads
 from verbatim.model.quantized import moved_to, placeholder
 
 
@@ -115,3 +117,40 @@ def test_memory_of_a_container_is_within_its_limit(
     assert options.available_memory() == 240_000_000
     (group / limit).write_text("max\n")
     assert options.total_memory() == whole
+
+
+@pytest.mark.parametrize(
+    ("line", "files"),
+    [
+        ("0::/jobs/7", {"jobs/7/cpu.max": "max 100000", "jobs/cpu.max": "250000 100000"}),
+        ("0::/", {"cpu.max": "250000 100000"}),
+        (
+            "4:cpu,cpuacct:/host/path",
+            {"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "100000"},
+        ),
+    ],
+)
+def test_default_threads_are_within_the_quota_of_a_container(
+    line: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "proc").write_text(f"1:name=systemd:/\n{line}\n")
+    monkeypatch.setattr(options, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(options, "_OWN_GROUPS", tmp_path / "proc")
+    monkeypatch.setattr(options, "_UNSET_THREADS", 32)
+    monkeypatch.setattr(options, "processor_limit", options.processor_limit.__wrapped__)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    set_threads = [32]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: set_threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", set_threads.append)
+    with threads(None):
+        assert set_threads == [32]
+    for name, text in files.items():
+        file = tmp_path / "groups" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    with threads(None):
+        assert set_threads == [32, 3]
+    assert set_threads == [32, 3, 32]
+    set_threads.append(7)
+    with threads(None):
+        assert set_threads[-1] == 7, "it was set"

@@ -65,7 +65,8 @@ class LLM:
         max_length: maximum tokens of prompt and completion together. None: the model's limit.
         deterministic: True: outputs are bit-identical in every schedule. They always are on a CPU, for which
             False is refused. On a GPU, "auto" and False leave matrix products to torch, which is faster.
-        num_threads: size of torch's thread pool while this engine computes. None: torch's setting.
+        num_threads: size of torch's thread pool while this engine computes. None: torch's setting, within the
+            CPU quota of the container.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: run Python code of the checkpoint.
         unused_weights: "error" refuses a checkpoint with tensors that the model does not use, except those

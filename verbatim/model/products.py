@@ -27,6 +27,7 @@ from verbatim import kernels
 from verbatim.kernels.functions import kernel, struct_layout
 from verbatim.kernels.packing import WeightPacking
 from verbatim.model.differential import bit_equal, noise
+from verbatim.options import default_threads
 from verbatim.quantization.integers import integer_linear
 from verbatim.quantization.matrix import QuantizedMatrix, unpack
 
@@ -143,9 +144,9 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
 
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """Run the block with `count` threads in torch's pool; None changes nothing."""
-    before = torch.get_num_threads()
-    if count is None or count == before:
+    """Run the block with `count` threads in torch's pool; None: `default_threads`."""
+    before, count = torch.get_num_threads(), count or default_threads()
+    if count == before:
         yield
         return
     torch.set_num_threads(count)

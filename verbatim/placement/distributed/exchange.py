@@ -18,6 +18,7 @@ from torch import Tensor
 
 from verbatim.errors import TierFailed
 from verbatim.kernels.functions import addresses, kernel
+from verbatim.options import processor_limit
 
 _LINE = 64  # bytes of a rank's header, int32: counter, process id, whether the rank has left
 _PAGE = 4096
@@ -152,7 +153,7 @@ class Exchange:
         self._turn += 1
         function, deadline = kernel("vb_exchange"), time.monotonic() + self._timeout_s
         # A rank that polls must not take a core from a rank that it waits for.
-        has_own_cores = self.size * torch.get_num_threads() <= (os.cpu_count() or 1)
+        has_own_cores = self.size * torch.get_num_threads() <= processor_limit()
         stride = 0 if output is None else output.shape[1] * output.itemsize
         sent: Tensor | None = local if local.numel() else memory  # an empty tensor has no address
         while True:

@@ -12,11 +12,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
-
 from verbatim.batch import dummy_batch
 from verbatim.errors import InvalidRequest, OutOfBlocks
 from verbatim.model.early_exit import EarlyExit
+from verbatim.options import default_threads
 from verbatim.placement.distributed.choice import Cluster, PipelineParallel, TensorParallel
 from verbatim.placement.distributed.exchange import meeting_place
 from verbatim.placement.distributed.group import StageHandle
@@ -277,7 +276,7 @@ def _open_shares(group: RankGroup, model: OpenRequest, choice: TensorParallel) -
     """Open the shares of all ranks; return the runner of rank 0."""
     loaded, source, options, limit, draft = model
     size = choice.size
-    num_threads = options.num_threads or max(1, torch.get_num_threads() // size)
+    num_threads = options.num_threads or max(1, default_threads() // size)
     order: Message = {
         "source": source,
         "options": replace(options, num_threads=num_threads),
