@@ -289,7 +289,10 @@ def test_started_ranks_generate_and_sleep_and_a_killed_one_is_named(
 
 
 @pytest.mark.slow
-def test_rank_weights_sleep_unless_updated_and_wake_unless_files_changed(tmp_path: Path) -> None:
+def test_rank_weights_sleep_unless_updated_and_wake_unless_files_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight update that fails on one rank only ends the LLM: its weights would be mixed."""
     toys.make_toy("llama").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     kinds: dict[str, Any] = dict(quantization="int8", placement=TensorParallel(2))
@@ -307,6 +310,16 @@ def test_rank_weights_sleep_unless_updated_and_wake_unless_files_changed(tmp_pat
         llm.update_weights(toys.make_toy("llama", seed=1).state_dict())
         with pytest.raises(NotSupported, match="would be lost"):
             llm.sleep(weights=True)
+        with monkeypatch.context() as patch:
+            patch.setattr("verbatim.weights.update.overwrite", _fail)
+            with pytest.raises(MemoryError):
+                llm.update_weights(toys.make_toy("llama", seed=2).state_dict())
+        with pytest.raises(TierFailed, match="rank 0.* has left"):
+            llm.generate([[5, 6]], GREEDY)
+
+
+def _fail(*_: Any) -> None:
+    raise MemoryError
 
 
 def test_rank_that_was_never_connected_is_told_that_rank_0_is_gone() -> None:

@@ -292,8 +292,12 @@ class LeadingRank(Resident):
 
         def write_all() -> None:
             with Shield().up():
-                self.group.send_weights("write_weights", new, [writer.exact] * others)
-                write()
+                try:
+                    self.group.send_weights("write_weights", new, [writer.exact] * others)
+                    write()
+                except BaseException:  # some ranks may have new weights: no forward is possible
+                    self.ranks.close()
+                    raise
 
         return write_all
 
