@@ -145,7 +145,7 @@ class Runner(Protocol):
         ...
 
     def load_adapter(self, adapter: Adapter) -> object:
-        """Load an adapter for batches that have its number; an error leaves nothing loaded.
+        """Load an adapter for batches that have its number; after an error, `unload_adapter` frees the rest.
 
         Raises:
             NotSupported: a layer or the placement does not support adapters.

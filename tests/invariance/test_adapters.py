@@ -16,9 +16,10 @@ from support.layer_batches import whole_runs
 from support.lora import merge, save_adapter
 from support.programs import in_thread
 from support.requests_mixed import all_facts, generated
-from support.stages import ThreadHosts, staged
+from support.stages import ThreadHosts, serving, staged
 from support.toys import make_toy, random_ids, scores_of
 from verbatim import LLM, InvalidRequest, ModelError, NotSupported, Offload, SamplingParams, rl
+from verbatim.errors import StageFailed
 from verbatim.model.whole import WholeModel
 
 RANKS = (4, 16, 3, 1, 8, 5, 2, 70)
@@ -147,9 +148,19 @@ def test_adapters_on_stages_give_same_bits_after_stage_loss_and_sleep(
         for name in ("lm_head", "model.embed_tokens"):
             with pytest.raises(NotSupported, match=f"{name} is not a linear layer"):
                 llm.load_adapter("b", _with_layer(toy, name))
-        llm.unload_adapter(NAMES[0])
+        hosts.room = 0
+        serving(llm)[1].kill()
+        with pytest.raises(StageFailed):
+            llm.load_adapter("b", toy.adapters[NAMES[0]])
+        with pytest.raises(StageFailed):
+            llm.unload_adapter(NAMES[0])
         with pytest.raises(InvalidRequest, match="adapter 0"):
             toy.run(llm)
+        hosts.room = None
+        llm.generate([toy.prompts[0]], SamplingParams(max_tokens=1))
+        for host in serving(llm):
+            part: Any = host.stage.part
+            assert len(part.decoder.adapters.numbers) == len(NAMES) - 1
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,7 @@ def test_rank_weights_sleep_unless_updated_and_wake_unless_files_changed(
             patch.setattr("verbatim.weights.update.overwrite", _fail)
             with pytest.raises(MemoryError):
                 llm.update_weights(toys.make_toy("llama", seed=2).state_dict())
-        with pytest.raises(TierFailed, match="rank 0.* has left"):
+        with pytest.raises(TierFailed, match=r"rank 0.* has left"):
             llm.generate([[5, 6]], GREEDY)
 
 

@@ -52,7 +52,9 @@ class LoadedAdapters:
                 f"adapter {name!r} is loaded; unload it first, or load it with replace=True"
             )
         self._last_number += 1  # also if loading fails: a number is never used twice
+        self._retired.add(self._last_number)  # if loading fails, a part of it may be in memory
         self._runner.load_adapter(Adapter(name, self._last_number, layers))
+        self._retired.discard(self._last_number)
         if (old := self._loaded.pop(name, None)) is not None:
             self._retired.add(old[0])
         info = {
@@ -74,8 +76,8 @@ class LoadedAdapters:
         if not self._retired:
             return
         for number in self._retired - {request.adapter for request in self._active}:
-            self._retired.discard(number)
             self._runner.unload_adapter(number)
+            self._retired.discard(number)  # last: after an error, the next call tries again
 
     def info(self) -> dict[str, dict[str, int]]:
         """Return the properties of the loaded adapters by name, as plain values."""

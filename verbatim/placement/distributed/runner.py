@@ -292,19 +292,14 @@ class Clustered(Runner):
 
     def load_adapter(self, adapter: Adapter) -> None:
         """See `Runner`. Later replacements of stages load the adapter, too."""
-        try:
-            answers = self._call_stages("load_adapter", patient=True, adapter=adapter)
-            missing = adapter.layers.keys() - {name for names in answers for name in names}
-            if missing:
-                raise NotSupported(
-                    f"adapter {adapter.name!r}: {min(missing)} is not a linear layer that each token goes "
-                    "through, so an adapter per request can't change it; open the model with the adapter "
-                    "merged instead"
-                )
-        except VerbatimError as error:
-            if not isinstance(error, StageFailed):
-                self.unload_adapter(adapter.number)
-            raise
+        answers = self._call_stages("load_adapter", patient=True, adapter=adapter)
+        missing = adapter.layers.keys() - {name for names in answers for name in names}
+        if missing:
+            raise NotSupported(
+                f"adapter {adapter.name!r}: {min(missing)} is not a linear layer that each token goes "
+                "through, so an adapter per request can't change it; open the model with the adapter "
+                "merged instead"
+            )
         self.group.adapters[adapter.number] = adapter
 
     def unload_adapter(self, number: int) -> None:
