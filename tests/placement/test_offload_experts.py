@@ -340,12 +340,13 @@ def test_other_parameters_of_experts_module_are_shared_by_cache(moe: Folders) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["read", "_read"])  # `_read` runs in another thread
 def test_failed_expert_read_leaves_cache_consistent(
-    moe: Folders, monkeypatch: pytest.MonkeyPatch
+    method: str, moe: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with offloaded(moe("qwen3_moe")) as llm:
         expected = mixed_facts(llm, 9)
-        plain = ExpertCache.read
+        plain = getattr(ExpertCache, method)
 
         def read(self: ExpertCache, *args: Any) -> Any:
             if noise.random() < 0.05:
@@ -354,7 +355,7 @@ def test_failed_expert_read_leaves_cache_consistent(
 
         for seed in range(6):
             noise = np.random.default_rng(seed)
-            monkeypatch.setattr(ExpertCache, "read", read)
+            monkeypatch.setattr(ExpertCache, method, read)
             with pytest.raises(MemoryError):
                 mixed_facts(llm, 9)
             monkeypatch.undo()

@@ -155,6 +155,14 @@ class ExpertCache:
         job.exception()
         self.trace.add("wait", "experts", layer.layer.name, begin)
 
+    def forget_failed(self) -> None:
+        """Wait for all reads, and remove the experts that could not be read, so that they are read again."""
+        for pool in {layer.pool for layer in self.layers}:
+            for slot, job in enumerate(pool.jobs):
+                if job.exception() is not None:
+                    self.layers[pool.layers[slot]].slots[pool.experts[slot]] = -1
+                    pool.experts[slot], pool.jobs[slot] = -1, _FINISHED
+
     def close(self) -> None:
         """End the threads and free everything. May be called again."""
         self._readers.shutdown()
@@ -244,8 +252,12 @@ class CachedLayer(ExpertShare):
         if not any(job.done() for job in jobs):
             self.cache.wait(self, jobs[0])
         done = [job.done() for job in jobs]
-        for job in itertools.compress(jobs, done):
-            job.result()
+        try:
+            for job in itertools.compress(jobs, done):
+                job.result()
+        except BaseException:
+            self.cache.forget_failed()
+            raise
         return held[done]
 
     def _compute(self, experts: Ints, rows: Tensor, counts: Ints, out: Tensor) -> None:
