@@ -116,9 +116,7 @@ class Decoder:
 
     steps: Steps | None = None
     _wants_team = False  # for short steps: kernels run some, but not all of it
-    _writes_weights = (
-        False  # whether the module's own forward counts as writing, as PEFT's for experts
-    )
+    _writes_weights = False  # whether the module's own forward writes, as PEFT's for experts does
 
     def __init__(
         self,
