@@ -230,6 +230,29 @@ def dummy_batch(count: int = 1, width: int = 1) -> Batch:
     return Batch.of([([0], 0, [SCRATCH_BLOCK] * width)] * count, range(count))
 
 
+@dataclass(frozen=True, slots=True)
+class IdValues:
+    """A number for each of some token ids.
+
+    Attributes:
+        ids: `[n]` int64, distinct.
+        values: `[n]` float32.
+    """
+
+    ids: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, values: Mapping[int, float]) -> IdValues:
+        ids = torch.tensor(list(values), dtype=torch.int64)
+        return cls(ids, torch.tensor(list(values.values()), dtype=torch.float32))
+
+    def below(self, size: int) -> tuple[Tensor, Tensor]:
+        """Return the ids below `size`, and their values."""
+        fits = self.ids < size
+        return (self.ids, self.values) if fits.all() else (self.ids[fits], self.values[fits])
+
+
 @dataclass(slots=True)
 class SampleRow:
     """The parameters that turn one row of logits into a token id.
@@ -238,7 +261,8 @@ class SampleRow:
         params: the request's parameters.
         seed, sample_index, position: the identity of the draw; `position` is the absolute position of the
             token to be drawn (P for the first new token after a prompt of P ids).
-        prompt_ids, output_ids: the history for penalties and `bad_words`; empty if not needed.
+        counts: for penalties, how often the completion has each id; 0 for ids that only the prompt has.
+        bias: `logit_bias`.
         banned_ids: ids that can't be drawn at this step (`min_tokens`, completed `bad_words`).
         target: if not None, this is a prompt-logprob row: nothing is drawn, and the log-prob of this
             id is returned.
@@ -254,8 +278,8 @@ class SampleRow:
     seed: int
     sample_index: int
     position: int
-    prompt_ids: Sequence[int] = ()
-    output_ids: Sequence[int] = ()
+    counts: IdValues | None = None
+    bias: IdValues | None = None
     banned_ids: Sequence[int] = ()
     target: int | None = None
     num_logprobs: int = 0

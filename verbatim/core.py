@@ -12,9 +12,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from verbatim.batch import Candidates, SampleRow, Support
+from verbatim.batch import Candidates, IdValues, SampleRow, Support
 from verbatim.params import SamplingParams
 from verbatim.sampling.stopping import FinishReason as FinishReason
 from verbatim.sampling.stopping import StopReason as StopReason
@@ -223,6 +225,45 @@ class CachedBlocks:
             self.num_draft_computed[layer] = min(count, max(0, num_tokens - 1 - layer))
 
 
+class TokenCounts:
+    """Counts of a sequence's ids, for penalties; a step counts only the ids that are new since the last."""
+
+    def __init__(self, prompt_ids: Iterable[int]) -> None:
+        self._slots = {token_id: slot for slot, token_id in enumerate(dict.fromkeys(prompt_ids))}
+        self._ids = np.fromiter(self._slots, np.int64, len(self._slots))
+        self._counts = np.zeros(len(self._slots), np.float32)
+        self._num_counted = 0
+
+    def copy(self) -> TokenCounts:
+        """Return an independent copy."""
+        copied = TokenCounts(())
+        copied._slots, copied._num_counted = dict(self._slots), self._num_counted
+        copied._ids, copied._counts = self._ids.copy(), self._counts.copy()
+        return copied
+
+    def after(self, output_ids: SequenceOf[int], ahead: SequenceOf[int] = ()) -> IdValues:
+        """Return how often each id of prompt and completion occurs in the completion and in `ahead`."""
+        self._add(output_ids[self._num_counted :])
+        self._num_counted = len(output_ids)
+        counts = self.copy() if ahead else self
+        counts._add(ahead)
+        size = len(counts._slots)
+        return IdValues(
+            torch.from_numpy(counts._ids[:size].copy()),
+            torch.from_numpy(counts._counts[:size].copy()),
+        )
+
+    def _add(self, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            slot = self._slots.setdefault(token_id, len(self._slots))
+            if slot == len(self._ids):
+                size = max(64, 2 * slot)
+                self._ids.resize(size, refcheck=False)
+                self._counts.resize(size, refcheck=False)
+            self._ids[slot] = token_id
+            self._counts[slot] += 1
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence(CachedBlocks):
     """One sample or one beam of a request: its ids and their KV cache."""
@@ -233,6 +274,7 @@ class Sequence(CachedBlocks):
     grammar: StructureState | None = None
     output_ids: list[int] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)  # one per entry of `output_ids`
+    counts: TokenCounts | None = None  # from the first draw with penalties
     routing: Tensor | None = None  # read from the sequence's blocks when it ends
     indices: Tensor | None = None  # likewise
     number: int = 0  # order of arrival, the tie-breaker of `rank`; kept through preemption
@@ -303,22 +345,23 @@ class Sequence(CachedBlocks):
         allows there, as `SampleRow.mask`; None allows all.
         """
         request, params = self.request, self.request.params
-        output_ids = [*self.output_ids, *ahead] if ahead else self.output_ids
-        banned = sorted(request.stop_ids) if len(output_ids) < params.min_tokens else []
+        num_drawn = len(self.output_ids) + len(ahead)
+        banned = sorted(request.stop_ids) if num_drawn < params.min_tokens else []
         if request.bad_words:
             start = max(0, self.num_tokens - request.bad_words.num_history)
             banned += request.bad_words.blocked([*self.token_ids(start, self.num_tokens), *ahead])
         if request.allowed_mask is not None:
             mask = request.allowed_mask if mask is None else mask & request.allowed_mask
         penalized = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        needs_history = penalized != (1.0, 0.0, 0.0)
+        if penalized != (1.0, 0.0, 0.0) and self.counts is None:
+            self.counts = TokenCounts(request.prompt_ids)
         return SampleRow(
             params,
             request.seed,
             self.sample_index,
             self.num_tokens + len(ahead),
-            prompt_ids=request.prompt_ids if needs_history else (),
-            output_ids=output_ids if needs_history else (),
+            counts=None if self.counts is None else self.counts.after(self.output_ids, ahead),
+            bias=request.bias,
             banned_ids=banned,
             num_logprobs=params.logprobs or 0,
             mask=mask,
@@ -345,6 +388,7 @@ class Sequence(CachedBlocks):
             None if self.grammar is None else self.grammar.fork(),
             output_ids=list(self.output_ids),
             tokens=list(self.tokens),
+            counts=None if self.counts is None else self.counts.copy(),
             number=self.number,
         )
 
@@ -398,6 +442,7 @@ class Request:
     begin: Callable[[Request], None]  # creates its initial sequences
     # Ids that can be drawn at any step, as a `SampleRow.mask`: `allowed_token_ids`, single-id `bad_words`.
     allowed_mask: Tensor | None = None
+    bias: IdValues | None = None  # `logit_bias`
     first_sample: int = 0  # sample index of completion 0
     resumed_ids: list[int] = field(default_factory=list)  # completion tokens of an earlier request
     resumed_text: str = ""  # their text, already sent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from support.processing import process
-from verbatim.batch import SampleRow
-from verbatim.core import BadWords
+from verbatim.batch import IdValues, SampleRow
+from verbatim.core import BadWords, TokenCounts
 from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
 from verbatim.sampling.processors import bitmask, check_vocabulary
@@ -33,7 +34,8 @@ def survivors(logits: Tensor) -> list[int]:
 def run(
     logits: Tensor, *, prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), **kw
 ) -> Tensor:
-    return process(logits, SampleRow(SamplingParams(**kw), 0, 0, 0, prompt, output))
+    counts = TokenCounts(prompt).after(output) if prompt or output else None
+    return process(logits, SampleRow(SamplingParams(**kw), 0, 0, 0, counts))
 
 
 WARPERS = {
@@ -107,7 +109,9 @@ def test_presence_and_frequency_penalties_ignore_the_prompt() -> None:
 
 
 def test_banned_ids_override_logit_bias() -> None:
-    row = SampleRow(SamplingParams(logit_bias={1: 5.0, 2: -3.0}), 0, 0, 0, banned_ids=[1, 4])
+    row = SampleRow(
+        SamplingParams(), 0, 0, 0, bias=IdValues.of({1: 5.0, 2: -3.0}), banned_ids=[1, 4]
+    )
     assert process(torch.zeros(5), row).tolist() == [0.0, -INF, -3.0, 0.0, -INF]
 
 
@@ -123,10 +127,24 @@ def test_penalties_are_applied_before_temperature() -> None:
 
 def test_ids_outside_the_vocabulary_are_ignored() -> None:
     logits = torch.tensor([1.0, 2.0, 3.0])
-    row = SampleRow(
-        SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0), 0, 0, 0, (77,), (88,), [99]
-    )
+    params = SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0)
+    counts, bias = TokenCounts([77]).after([88]), IdValues.of({66: 1.0})
+    row = SampleRow(params, 0, 0, 0, counts, bias, banned_ids=[99])
     assert torch.equal(process(logits, row), logits)
+
+
+def test_counts_of_a_growing_completion_are_those_of_the_whole() -> None:
+    ids = [5, 7, 5, *range(100, 300), 7, 5, 300, 300]
+    counts = TokenCounts([1, 7, 1])
+    for length in (0, 2, 3, 150, len(ids)):
+        for ahead in ([], [7, 900, 900]):
+            found = counts.copy().after(ids[:length], ahead)
+            same = counts.after(ids[:length], ahead)
+            expected = Counter(ids[:length] + ahead)
+            assert dict(zip(found.ids.tolist(), found.values.tolist(), strict=True)) == {
+                i: expected[i] for i in {1, 7, *expected}
+            }
+            assert torch.equal(found.ids, same.ids) and torch.equal(found.values, same.values)
 
 
 def test_top_k_keeps_all_ties_of_the_kth_logit() -> None:
@@ -158,9 +176,8 @@ def test_process_does_not_modify_its_input() -> None:
             typical_p=0.9,
             repetition_penalty=1.5,
             presence_penalty=1.0,
-            logit_bias={3: 1.0},
         ),
-        *(0, 0, 0, [1, 2], [3], [4]),
+        *(0, 0, 0, TokenCounts([1, 2]).after([3]), IdValues.of({3: 1.0}), [4]),
         mask=bitmask(range(500), 1000),
     )
     process(logits, row)

@@ -15,7 +15,8 @@ from torch import Tensor
 from support.backends import by
 from support.processing import process
 from verbatim import kernels
-from verbatim.batch import Draw, Draws, SamplePlan, SampleRow
+from verbatim.batch import Draw, Draws, IdValues, SamplePlan, SampleRow
+from verbatim.core import TokenCounts
 from verbatim.params import SamplingParams
 from verbatim.sampling import logprobs
 from verbatim.sampling.noise import gumbel_row
@@ -55,16 +56,18 @@ def random_row(rng: random.Random, vocab_size: int, typical: bool = False) -> Sa
         repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
         presence_penalty=rng.choice([0.0, 0.0, 0.5]),
         frequency_penalty=rng.choice([0.0, 0.0, 0.5]),
-        logit_bias=rng.choice([None, None, {1: 5.0, 3: -100.0}]),
     )
     allowed = rng.choice([None, None, None, [0, 2, 3]])
+    penalized = (
+        params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    )
     return SampleRow(
         params,
         seed=rng.randrange(2**64),
         sample_index=rng.randrange(4),
         position=rng.randrange(1000),
-        prompt_ids=[1, 2, 3],
-        output_ids=[0, 2, 2],
+        counts=TokenCounts([1, 2, 3]).after([0, 2, 2]) if penalized else None,
+        bias=rng.choice([None, None, IdValues.of({1: 5.0, 3: -100.0})]),
         banned_ids=rng.choice([[], [], [0, 4]]),
         target=rng.choice([None] * 8 + [2]),
         num_logprobs=rng.choice([0, 0, 3, 20]),
@@ -203,8 +206,8 @@ def test_greedy_takes_the_largest_logit_and_the_lowest_id_of_ties() -> None:
 
 @every_backend
 def test_greedy_uses_biased_logits_and_ignores_filters() -> None:
-    params = {"temperature": 0, "logit_bias": {3: 9.0}, "top_k": 1, "top_p": 0.1}
-    result = one([5.0, 4.0, 3.0, 0.0], params=params)
+    params = {"temperature": 0, "top_k": 1, "top_p": 0.1}
+    result = one([5.0, 4.0, 3.0, 0.0], params=params, bias=IdValues.of({3: 9.0}))
     assert result[0] == 3
     assert result[1] == pytest.approx(torch.tensor([5.0, 4, 3, 0]).log_softmax(0)[3].item())
 
@@ -220,10 +223,10 @@ def test_sampling_breaks_ties_by_lowest_id() -> None:
 @every_backend
 def test_logprobs_are_raw_and_sampled_logprobs_processed() -> None:
     logits = torch.randn(500, generator=torch.Generator().manual_seed(4)) * 2
-    params = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "logit_bias": {4: 2.0}}
-    drawn = one(logits, params=params, num_logprobs=4)
+    params, bias = {"temperature": 0.6, "top_k": 20, "top_p": 0.9}, IdValues.of({4: 2.0})
+    drawn = one(logits, params=params, num_logprobs=4, bias=bias)
     token_id, logprob, sampled, top_ids, top_logprobs = drawn[:5]
-    processed = process(logits, SampleRow(SamplingParams(**params), 0, 0, 0))
+    processed = process(logits, SampleRow(SamplingParams(**params), 0, 0, 0, bias=bias))
     assert logprob == pytest.approx(logits.double().log_softmax(0)[token_id].item(), abs=1e-6)
     assert sampled == pytest.approx(processed.double().log_softmax(0)[token_id].item(), abs=1e-6)
     assert top_ids == logits.topk(4).indices.tolist()
@@ -241,7 +244,8 @@ def test_only_surviving_token_has_sampled_logprob_0() -> None:
 def test_scored_logprobs_are_bit_identical_to_generated_ones() -> None:
     logits = torch.randn(6, 5003, generator=torch.Generator().manual_seed(5)).bfloat16()
     params = SamplingParams(temperature=0.8, top_p=0.9, frequency_penalty=0.5)
-    rows = [SampleRow(params, 8, 0, p, (), [1, 2], num_logprobs=3) for p in range(6)]
+    counts = TokenCounts(()).after([1, 2])
+    rows = [SampleRow(params, 8, 0, p, counts, num_logprobs=3) for p in range(6)]
     drawn = sample_rows(logits, SamplePlan(rows))
     targets = [SampleRow(SamplingParams(), 0, 0, 0, target=d.id, num_logprobs=3) for d in drawn]
     scored = sample_rows(logits, SamplePlan(targets))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from verbatim.batch import IdValues
 from verbatim.core import BadWords, Request, Sequence, SessionCache, Token
 from verbatim.engine.adapters import LoadedAdapters
 from verbatim.engine.beams import BeamSearch
@@ -139,6 +140,7 @@ class Admission:
             stop_ids=single_stop_ids(params, self.eos_ids),
             bad_words=BadWords(w for w in bad_words if len(w) > 1),
             allowed_mask=self._allowed_mask(params, {w[0] for w in bad_words if len(w) == 1}),
+            bias=IdValues.of(params.logit_bias) if params.logit_bias else None,
             arrival=time.monotonic(),
             begin=self._begin,
             first_sample=first_sample,

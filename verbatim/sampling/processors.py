@@ -7,9 +7,7 @@ kernel, and agree with transformers' warpers on logits without ties.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -51,18 +49,19 @@ def edit(logits: Tensor, row: SampleRow) -> Tensor:
     if not is_edited(row):
         return logits
     logits = logits.float()
-    if params.repetition_penalty != 1:
-        seen = [*row.prompt_ids, *row.output_ids]
-        logits = repetition_penalty(logits, params.repetition_penalty, seen)
-    if params.presence_penalty or params.frequency_penalty:
-        logits = count_penalties(
-            logits, params.presence_penalty, params.frequency_penalty, row.output_ids
-        )
-    if params.logit_bias:
-        ids, values = _columns(tuple(params.logit_bias.items()), size)
+    if row.counts is not None:
+        ids, counts = row.counts.below(size)
+        if params.repetition_penalty != 1:
+            logits = repetition_penalty(logits, params.repetition_penalty, ids)
+        if params.presence_penalty or params.frequency_penalty:
+            presence, frequency = params.presence_penalty, params.frequency_penalty
+            logits = count_penalties(logits, presence, frequency, ids, counts)
+    if row.bias is not None:
+        ids, values = row.bias.below(size)
         logits = logits.index_copy(0, ids, logits[ids] + values)
     if row.banned_ids:
-        logits = logits.index_fill(0, _in_vocabulary(row.banned_ids, size), -math.inf)
+        banned = [i for i in row.banned_ids if i < size]
+        logits = logits.index_fill(0, torch.tensor(banned, dtype=torch.int64), -math.inf)
     if row.mask is not None:
         logits = apply_mask(logits, row.mask)
     return logits
@@ -82,24 +81,13 @@ def apply_mask(logits: Tensor, mask: Tensor) -> Tensor:
 
 def is_edited(row: SampleRow) -> bool:
     """Return whether penalties, biases, bans or a structure change this row's logits."""
-    params = row.params
     return bool(
-        params.repetition_penalty != 1
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.logit_bias
-        or row.banned_ids
-        or row.mask is not None
+        row.counts is not None or row.bias is not None or row.banned_ids or row.mask is not None
     )
 
 
-def _in_vocabulary(ids: Iterable[int], size: int) -> Tensor:
-    return torch.tensor([i for i in set(ids) if 0 <= i < size], dtype=torch.int64)
-
-
-def repetition_penalty(logits: Tensor, penalty: float, seen: Sequence[int]) -> Tensor:
+def repetition_penalty(logits: Tensor, penalty: float, ids: Tensor) -> Tensor:
     """Divide positive logits of seen ids by the penalty, and multiply negative ones (Keskar et al. 2019)."""
-    ids = _in_vocabulary(seen, logits.shape[0])
     selected = logits[ids]
     return logits.index_copy(
         0, ids, torch.where(selected < 0, selected * penalty, selected / penalty)
@@ -107,20 +95,11 @@ def repetition_penalty(logits: Tensor, penalty: float, seen: Sequence[int]) -> T
 
 
 def count_penalties(
-    logits: Tensor, presence: float, frequency: float, output_ids: Sequence[int]
+    logits: Tensor, presence: float, frequency: float, ids: Tensor, counts: Tensor
 ) -> Tensor:
     """Subtract `presence` once, and `frequency` once per occurrence, for ids of the completion."""
-    counts = {i: n for i, n in Counter(output_ids).items() if 0 <= i < logits.shape[0]}
-    ids = torch.tensor(list(counts), dtype=torch.int64)
-    penalties = presence + frequency * torch.tensor(list(counts.values()), dtype=torch.float32)
+    penalties = torch.where(counts > 0, presence + frequency * counts, 0.0)
     return logits.index_copy(0, ids, logits[ids] - penalties)
-
-
-@lru_cache(maxsize=64)  # a request's biases are the same in all rows and steps
-def _columns(biases: tuple[tuple[int, float], ...], size: int) -> tuple[Tensor, Tensor]:
-    valid = {i: value for i, value in biases if i < size}
-    ids = torch.tensor(list(valid), dtype=torch.int64)
-    return ids, torch.tensor(list(valid.values())).float()
 
 
 def is_greedy(logits: Tensor, temperature: float) -> bool:

@@ -24,6 +24,7 @@ from verbatim.batch import (
     Candidates,
     Choices,
     Draw,
+    IdValues,
     LowRank,
     SamplePlan,
     SampleRow,
@@ -69,14 +70,13 @@ _SAMPLER_FIELDS = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
-    "logit_bias",
     "support",
 )
 # The engine options that only the head uses.
 _HEAD_OPTIONS = {"quantization", "fused", "prefix_folder", "prefix_folder_bytes"}
 # Classes with all fields sent.
 _COMPLETE: tuple[Any, ...] = (
-    *(Adapter, LowRank, Batch, SamplePlan, SampleRow, Candidates),
+    *(Adapter, LowRank, Batch, SamplePlan, SampleRow, IdValues, Candidates),
     *(Choices, LayerShape, StateShape, Result, Completion, Metrics, DraftStats),
     *(ModelSource, Offload, Device),
 )
