@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -205,9 +206,10 @@ class Choices:
 
 def block_tables(blocks: list[list[int]]) -> Tensor:
     """Return `Batch.block_tables` from the block list of each sequence."""
-    width = max(map(len, blocks))
-    padded = [row + [SCRATCH_BLOCK] * (width - len(row)) for row in blocks]
-    return torch.tensor(padded, dtype=torch.int32)
+    tables = np.full((len(blocks), max(map(len, blocks))), SCRATCH_BLOCK, np.int32)
+    for table, row in zip(tables, blocks, strict=True):
+        table[: len(row)] = row
+    return torch.from_numpy(tables)
 
 
 def state_columns(sources: list[int], rows: list[int], targets: list[int]) -> dict[str, Any]:
