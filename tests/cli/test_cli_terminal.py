@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import io
+import json
 import os
 import re
 import select
@@ -15,6 +17,7 @@ import termios
 import pytest
 
 from support.programs import environment, state_of, until
+from verbatim.cli.terminal import write_json
 
 # The commands on a scripted engine that generates as long as a test needs.
 SCRIPT = """
@@ -105,6 +108,12 @@ def terminal(monkeypatch):
     yield start
     for each in begun:
         each.close()
+
+
+def test_json_is_written_to_a_replaced_stdout(monkeypatch):
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    write_json({"text": "é"})
+    assert json.loads(sys.stdout.getvalue()) == {"text": "é"}
 
 
 def test_ctrl_c_message_is_on_a_line_of_its_own(terminal):

@@ -200,7 +200,9 @@ def test_echo_returns_prompt_with_logprobs_equal_to_score(served):
 
 def test_text_offset_leaves_out_tokens_without_text():
     backend = Backend.from_str(byte_level().hf.backend_tokenizer.to_str())
-    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
     hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     letters = hf("abc", add_special_tokens=False)["input_ids"]
     body = {"echo": True, "logprobs": 0, "seed": 1, "ignore_eos": True}

@@ -102,6 +102,10 @@ def test_answer_continues_a_last_message_of_the_assistant(served, content):
     (result,) = served.llm.generate([prompt], params)
     (block,) = served.post("/v1/messages", **ASK | begun, temperature=0.0)["content"]
     assert block["text"] == result.outputs[0].text
+    structured = {"output_config": {"format": {"type": "json_schema", "schema": {}}}}
+    assert (
+        "begins the answer" in served.refused("/v1/messages", ASK | begun | structured)["message"]
+    )
 
 
 @pytest.mark.parametrize(

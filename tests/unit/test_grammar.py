@@ -173,6 +173,7 @@ def test_escaped_property_name_cannot_bypass_its_schema():
 @pytest.mark.parametrize("low", [0, 1, -3])
 @pytest.mark.parametrize("placed", ["json_schema", "allOf", "grammar"])
 def test_exclusive_bound_of_a_narrow_range_is_excluded(low, placed):
+    assert takes(f"{2**52 + 1}", json_schema={"type": "integer", "exclusiveMinimum": 2**52})
     for schema in ({"maximum": low + 0.5}, {"exclusiveMinimum": low - 0.5}):
         key = "exclusiveMinimum" if "maximum" in schema else "exclusiveMaximum"
         parts = [{"type": "number", key: low}, schema]

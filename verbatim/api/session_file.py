@@ -335,11 +335,8 @@ def _copy_kv(
     engine: EngineHandle, token_ids: list[int], cache: SessionCache
 ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
     """Return a copy of a session's K and V, in the format of `SessionState.kv`; None if there are none."""
-    if not token_ids or not cache.blocks:
-        return None
     runner, size = engine.runner, engine.scheduler.block_size
-    # First, as its forward drops K and V of earlier weights.
-    identity = _identity_of_kv(engine, token_ids)
+    version = engine.stats()["weight_version"]
 
     def take() -> tuple[dict[str, Tensor | None], int]:
         num_tokens = num_in_common(cache.token_ids, token_ids)
@@ -362,5 +359,10 @@ def _copy_kv(
         ) from None
     rows = {kind: tensor for kind, tensor in rows_by_kind.items() if tensor is not None}
     if not num_tokens or len(rows) < len(rows_by_kind):  # a stage of the cluster is lost
+        return None
+    identity = _identity_of_kv(engine, token_ids)
+    if (
+        engine.stats()["weight_version"] != version
+    ):  # its forward has noticed that the weights are new
         return None
     return identity | {"num_tokens": num_tokens}, rows

@@ -14,6 +14,7 @@ from verbatim.cli.options import MODEL, Option, fields_of, given_options, number
 from verbatim.cli.placing import CLUSTER, OFFLOAD, opened_llm, placement_of
 from verbatim.cli.terminal import WrongUsage, note
 from verbatim.errors import InvalidRequest, ModelError
+from verbatim.options import default_threads
 
 if TYPE_CHECKING:
     from verbatim.api.llm import LLM
@@ -127,7 +128,7 @@ def _measure(
             remarks.append(str(error))
     for kind in CONVERTED:
         if (file := settings[kind.option]) is not None:
-            peers.append(kind(file, torch.get_num_threads()))
+            peers.append(kind(file, default_threads()))
         elif installed(kind.package):
             remarks.append(f"{kind.name} is installed: use --{kind.option} to measure it")
     note(f"{info['model']}: {info['architecture']}, {info['dtype']}, {info['numerics_key']}")

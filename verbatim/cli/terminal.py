@@ -44,7 +44,11 @@ def note(message: str) -> None:
 
 def write_json(value: Any) -> None:
     """Write a value to stdout as one line of JSON, which is UTF-8 in any locale."""
-    sys.stdout.buffer.write(f"{to_json(value)}\n".encode(errors="replace"))
+    line = f"{to_json(value)}\n"
+    if hasattr(sys.stdout, "buffer"):
+        sys.stdout.buffer.write(line.encode(errors="replace"))
+    else:  # stdout was replaced
+        sys.stdout.write(line)
 
 
 def one_line(error: BaseException) -> str:

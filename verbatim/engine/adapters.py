@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from verbatim.batch import Adapter, LowRank
 from verbatim.common.spelling import did_you_mean
 from verbatim.core import Request
-from verbatim.errors import InvalidRequest
+from verbatim.errors import InvalidRequest, VerbatimError
 from verbatim.protocols import Runner
 
 
@@ -52,9 +53,14 @@ class LoadedAdapters:
                 f"adapter {name!r} is loaded; unload it first, or load it with replace=True"
             )
         self._last_number += 1  # also if loading fails: a number is never used twice
-        self._retired.add(self._last_number)  # if loading fails, a part of it may be in memory
-        self._runner.load_adapter(Adapter(name, self._last_number, layers))
-        self._retired.discard(self._last_number)
+        number = self._last_number
+        try:
+            self._runner.load_adapter(Adapter(name, number, layers))
+        except BaseException:
+            self._retired.add(number)  # a part of it may be in memory
+            with suppress(VerbatimError):  # of the placement; a later call tries again
+                self.free()
+            raise
         if (old := self._loaded.pop(name, None)) is not None:
             self._retired.add(old[0])
         info = {
@@ -62,7 +68,7 @@ class LoadedAdapters:
             "rank": max(low.a.shape[0] for low in layers.values()),
             "parameters": sum(low.a.numel() + low.b.numel() for low in layers.values()),
         }
-        self._loaded[name] = self._last_number, info
+        self._loaded[name] = number, info
         self.free()
 
     def unload(self, name: str) -> None:

@@ -101,8 +101,12 @@ class ModelSource:
     quantization: Mapping[str, Any] | None = None
 
     def resolved(self, loaded: LoadedModel) -> ModelSource:
-        """Return a source of the files of `loaded`, wherever links and relative paths lead to later."""
-        model = self.model if self.config is None else loaded.folder
+        """Return a source of the files of `loaded`, wherever ids, links and relative paths lead to later."""
+        is_hub_id = isinstance(self.model, str) and not os.path.exists(
+            os.path.expanduser(self.model)
+        )
+        named = loaded.adapter is not None or (self.config is None and not is_hub_id)
+        model = self.model if named or loaded.folder is None else loaded.folder
         return replace(self, model=_resolved(model), config=_resolved(self.config))
 
     def plain(self, loaded: LoadedModel) -> ModelSource:
@@ -123,9 +127,14 @@ class ModelSource:
 
 
 def _resolved(path: Any) -> Any:
-    """Return the absolute path of a file or a folder, without links; anything else as it is."""
-    local = isinstance(path, str | os.PathLike) and os.path.exists(os.path.expanduser(path))
-    return os.path.realpath(os.path.expanduser(path)) if local else path
+    """Return the absolute path of a file, or of a folder without links; anything else as it is."""
+    if not isinstance(path, str | os.PathLike):
+        return path
+    named = os.path.expanduser(path)
+    if os.path.isdir(named):
+        return os.path.realpath(named)
+    # A file of the hub's cache is a link to one without a suffix.
+    return os.path.abspath(named) if os.path.exists(named) else path
 
 
 class Checkpoint:
@@ -135,8 +144,8 @@ class Checkpoint:
     module and its parameter objects stay valid; only their memory is freed and allocated again.
     """
 
-    def __init__(self, loaded: LoadedModel, read: Callable[[], nn.Module]) -> None:
-        """Create the checkpoint of a model that was just loaded; `read` loads its module again."""
+    def __init__(self, loaded: LoadedModel, read: Callable[[], LoadedModel]) -> None:
+        """Create the checkpoint of a model that was just loaded; `read` loads it again."""
         self.folders, self._weights = loaded.folders, loaded.files
         self.dropped = False
         self._read = read
@@ -176,7 +185,10 @@ class Checkpoint:
             return
         self._check_files()
         with torch.inference_mode(False):
-            loaded = self._read()
+            read = self._read()
+        if [*read.folders, *read.files] != [*self.folders, *self._weights]:
+            raise ModelChanged(f"{self.folders[0]} is no longer where the model's name leads to")
+        loaded = read.module
         weights = dict(loaded.named_parameters())
         for name, parameter in module.named_parameters():  # tied ones only once
             parameter.data = moved_to(weights[name].data, parameter.device)

@@ -14,6 +14,7 @@ They round differently, so the backend is part of the numerics key. No gradients
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -142,18 +143,26 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+_block = threading.local()
+
+
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """Run the block with `count` threads in torch's pool; None: `default_threads`."""
-    before, count = torch.get_num_threads(), count or default_threads()
-    if count == before:
-        yield
-        return
-    torch.set_num_threads(count)
+    """Run the block with `count` threads in torch's pool.
+
+    None: those of the enclosing block of this function, if any, or `default_threads`.
+    """
+    before, is_inner = torch.get_num_threads(), getattr(_block, "is_inner", False)
+    count = count or (before if is_inner else default_threads())
+    _block.is_inner = True
     try:
+        if count != before:
+            torch.set_num_threads(count)
         yield
     finally:
-        torch.set_num_threads(before)
+        _block.is_inner = is_inner
+        if count != before:
+            torch.set_num_threads(before)
 
 
 Heights = tuple[int, ...]  # of tiles of rows, descending

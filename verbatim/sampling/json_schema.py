@@ -110,7 +110,7 @@ def narrow_bounds(root: dict[str, Any]) -> None:
         for key, sign in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
             bound: Any = schema.get(key)
             # Only the bound nearer to 0 would be included.
-            if type(bound) in (int, float) and bound % 1 == 0 and 0 <= bound * sign <= 2**53:
+            if type(bound) in (int, float) and bound % 1 == 0 and 0 <= bound * sign < 2**52:
                 schema[key] = sign * max(math.nextafter(abs(bound), math.inf), 1e-15)
 
 
@@ -220,7 +220,9 @@ def _objects(path: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def format_embedded(grammar: str, options: JsonCompileOptions) -> str:
-    """Check the schemas in a Lark grammar, and add `options` to them; those with options may be lenient.
+    """Check the schemas in a Lark grammar, and add `options` to them.
+
+    Schemas with `x-guidance`, which has options of llguidance, are not checked.
 
     llguidance's defaults allow any whitespace, which a model can generate forever.
     """

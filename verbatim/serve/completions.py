@@ -200,12 +200,25 @@ class CompletionRequest(ApiRequest[Completions]):
         if tokens or any(choice[name] for name in ("text", "logprobs", "finish_reason")):
             yield self.chunk([choice])
 
+    def _prompt_offsets(self, prompt: str, ids: list[int]) -> list[int]:
+        """Return where each token of a prompt begins in it; special tokens that it lacks take no room."""
+        tokenizer, texts = self.service.llm.tokenizer, self.service.texts
+        special_ids = NO_IDS if tokenizer is None else tokenizer.special_ids
+        offsets = [0]
+        for token_id in ids:
+            is_added = token_id in special_ids and not prompt.startswith(
+                texts.text(token_id), offsets[-1]
+            )
+            offsets.append(offsets[-1] + (0 if is_added else texts.length(token_id)))
+        # The tokenizer may add a space before the prompt.
+        return [offset + min(0, len(prompt) - offsets[-1]) for offset in offsets[:-1]]
+
     def _choice(self, number: int, request: Request, piece: Completion | Delta) -> dict[str, Any]:
         """Return the choice of a whole completion or of a delta."""
         index = number * self.params.n + piece.index
         is_first = index not in self._offsets
         offset = self._offsets.setdefault(index, 0)
-        text, prompt_ids, length = piece.text, list[int](), self.service.texts.length
+        text, prompt_ids, offsets = piece.text, list[int](), list[int]()
         logprobs = list[float | None](self.service.logprobs_of(piece))
         top: list[TopLogprobs | None] = [*(piece.top_logprobs or ())]
         if self.body.echo and is_first:
@@ -214,8 +227,9 @@ class CompletionRequest(ApiRequest[Completions]):
                 prompt = tokenizer.decode(request.prompt_ids, False)
             text = (prompt or "") + text
             prompt_ids = request.prompt_ids
-            # The tokenizer may add a BOS or a space before the prompt.
-            offset = len(prompt or "") - sum(map(length, prompt_ids))
+            offset = len(prompt or "")
+            if self.body.logprobs is not None:
+                offsets = self._prompt_offsets(prompt or "", prompt_ids)
             if request.params.prompt_logprobs is not None:
                 tokens = request.prompt_tokens
                 logprobs = [None, *(token.logprob for token in tokens), *logprobs]
@@ -224,9 +238,10 @@ class CompletionRequest(ApiRequest[Completions]):
         if (num_top := self.body.logprobs) is not None:
             if not num_top and not self.body.return_tokens_as_token_ids:
                 num_top = None  # only vLLM's clients, which request ids, expect the drawn tokens
-            lengths = [0 if i in self._skipped else length(i) for i in piece.token_ids]
-            lengths = [*map(length, prompt_ids), *lengths]
-            *offsets, self._offsets[index] = accumulate(lengths, initial=offset)
+            length = self.service.texts.length
+            lengths = (0 if i in self._skipped else length(i) for i in piece.token_ids)
+            *own, self._offsets[index] = accumulate(lengths, initial=offset)
+            offsets += own
             ids = prompt_ids + piece.token_ids
             entries = self.texts.legacy(ids, logprobs, top, num_top, offsets)
         choice = {"index": index, "text": text, "logprobs": entries, "finish_reason": None}

@@ -163,12 +163,15 @@ class MessagesRequest(ConversationRequest[Messages]):
     _kind: Any = None  # its type
 
     def __init__(self, service: Service, body: Messages) -> None:
+        output_format = body.output_config and body.output_config.format
+        if output_format is not None and _ends_in_answer(body):
+            raise InvalidRequest("output_config.format: the last message begins the answer already")
         super().__init__(
             service,
             body,
             _messages(body),
             _fields(body),
-            body.output_config and body.output_config.format,
+            output_format,
             body.tools or (),
             *_choice(body.tool_choice),
             template_kwargs=_CONTINUED if _ends_in_answer(body) else None,

@@ -81,9 +81,7 @@ def open_weights(
     loaded.original = None if loaded.packed is None else original
     if fits and quantization is None:
         store_by_rows(module)
-    loaded.checkpoint = Checkpoint(
-        loaded, lambda: open_weights(open_, source, quantization, False).module
-    )
+    loaded.checkpoint = Checkpoint(loaded, lambda: open_weights(open_, source, quantization, False))
     return loaded
 
 

@@ -103,12 +103,12 @@ def take_share(
         to = 0 if name == names.get(id(head)) else None
         module.set_submodule(name, Columns(inner, ranks, bounds, to))
 
-    again = source.resolved(loaded)
+    resolved = source.resolved(loaded)
 
-    def read() -> nn.Module:
-        reloaded = reopen(again)
+    def read() -> LoadedModel:
+        reloaded = reopen(resolved)
         take_share(reloaded, source, ranks, device, head=None, linears=linears, share=share)
-        return reloaded.module
+        return reloaded
 
     loaded.checkpoint = Checkpoint(loaded, read)
     loaded.cuts = {f"{names[owner]}.{name}": cut for (owner, name), cut in cuts.items()}

@@ -107,12 +107,12 @@ class Part:
             own_weights = {copies[p]: lazy_weights[p] for p in parameters}
             return layers, replace(skeleton, module=module, lazy_weights=own_weights, layers=kept)
 
-        def read(loaded: LoadedModel) -> nn.Module:
+        def read(loaded: LoadedModel) -> LoadedModel:
             weights, loaded.lazy_weights = dict(loaded.lazy_weights or {}), None
             loaded.packed = load_weights(
                 loaded.module, weights, loaded.quantization, read=read_whole
             )
-            return loaded.module
+            return loaded
 
         layers, self.loaded = copied()
         module = self.loaded.module

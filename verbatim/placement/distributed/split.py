@@ -468,8 +468,8 @@ def _blocked_by_flows(outline: _Outline, inner: Any) -> set[int]:
             # It is passed the choice of the previous layer, but does not use it.
             others = others - previous
         elif reached < min(len(indexers), len(kinds)) and kinds[reached] == "indexed_attention":
-            chooser = max(i for i in range(reached) if indexers[i] == "full")
-            others = others | {entries[chooser].index}
+            source_layer = max(i for i in range(reached) if indexers[i] == "full")
+            others = others | {entries[source_layer].index}
         for layer in (sources - previous | others) & position.keys():
             blocked.update(range(position[layer] + 1, reached + 1))
     return blocked
@@ -485,10 +485,10 @@ def _blocked_by_objects(entries: list[_Entry], inner: Any) -> set[int]:
     modes, kinds = getattr(config, "kv_sharing_modes", None), getattr(config, "layer_types", None)
     if names != {"shared_kv_states"} or not modes or not kinds or len(modes) != count:
         return set(range(1, count))
-    blocked, makers = set[int](), getattr(config, "kv_source_layers", None)
+    blocked, source_layers = set[int](), getattr(config, "kv_source_layers", None)
     for reader, (mode, kind) in enumerate(zip(modes, kinds, strict=True)):
         stores = [i for i in range(reader) if modes[i] == "store" and kinds[i] == kind]
         if (mode or "").startswith("reuse") and stores:
-            maker = stores[-1] if makers is None else makers[reader]
-            blocked.update(range(maker + 1, reader + 1))
+            source_layer = stores[-1] if source_layers is None else source_layers[reader]
+            blocked.update(range(source_layer + 1, reader + 1))
     return blocked

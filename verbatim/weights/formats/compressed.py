@@ -66,20 +66,22 @@ def _is_blockwise(checkpoint: QuantizedCheckpoint, weight: str, scale: str) -> b
 def _words(checkpoint: QuantizedCheckpoint, name: str, options: list[dict[str, Any]]) -> LazyWeight:
     words = checkpoint.take(f"{name}.weight_packed", torch.int32, shape=(None, None))
     scales = checkpoint.take(f"{name}.weight_scale", *SCALES, shape=(words.shape[0], None))
-    all_bits = fitting = {option.get("num_bits") for option in options}
+    all_bits = possible_bits = {option.get("num_bits") for option in options}
     depth = None
     for stored in checkpoint.take_optional(f"{name}.weight_shape", shape=(2,)):
         width, depth = map(int, read_stored(stored).tolist())
         if width != words.shape[0]:
             raise checkpoint.wrong(words)
         if len(all_bits) > 1:  # groups differ
-            fitting = {n for n in (4, 8) if n in all_bits and -(-depth * n // 32) == words.shape[1]}
-    if fitting not in ({4}, {8}):
+            possible_bits = {
+                n for n in (4, 8) if n in all_bits and -(-depth * n // 32) == words.shape[1]
+            }
+    if possible_bits not in ({4}, {8}):
         raise NotSupported(
             f"{checkpoint.folder}: {name}: num_bits={sorted(map(str, all_bits))} in config.json: "
-            "compressed-tensors must have 4 or 8 bits"
+            "compressed-tensors must have 4 or 8 bits, and weight_shape must tell which"
         )
-    bits = 4 if fitting == {4} else 8
+    bits = 4 if possible_bits == {4} else 8
     per_word = 32 // bits
     depth = words.shape[1] * per_word if depth is None else depth
     by_order = {o.get("actorder") for o in options} & {"group", "dynamic"}
