@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from types import MappingProxyType
 from typing import Protocol
 
@@ -26,10 +25,9 @@ from verbatim.model.fingerprint import (
     Fingerprint,
     Place,
     Tree,
+    Watched,
     has_global_hooks,
     numbers_of,
-    versions_of,
-    writes_to,
 )
 from verbatim.model.flat import BLOCK_SIZE, FlatContext, logits_of, noise_store, span_batch
 from verbatim.model.fused import FusedLayers
@@ -116,7 +114,6 @@ class Decoder:
 
     steps: Steps | None = None
     _wants_team = False  # for short steps: kernels run some, but not all of it
-    _writes_weights = False  # whether the module's own forward writes, as PEFT's for experts does
 
     def __init__(
         self,
@@ -140,12 +137,12 @@ class Decoder:
         self._module: Callable[[], nn.Module | None] = (
             weakref.ref(module) if weak else lambda: module
         )
+        self._watched = Watched()
         with exclusive:
             with nullcontext() if order is None else order.learning():
                 self.spec = self._inspect(module)
             self.adapters = Adapters(self.spec.dtype)
             self._prepare(module)
-        self._state, self._num_edits = self._current_state(), 0
         self._editable |= self._tree.has_hooks()  # hooks of the model's own code
 
     def view(self, module: nn.Module, part: ModelPart | None = None) -> Decoder:
@@ -173,10 +170,8 @@ class Decoder:
             self.record_steps(lambda _: None)
 
     def _inspect(self, module: nn.Module) -> ModelSpec:
-        before = writes_to(module)
-        spec = inspect_model(module)
-        self._writes_weights |= writes_to(module) != before
-        return spec
+        with self._watched.inspecting(module) if self._editable else nullcontext():
+            return inspect_model(module)
 
     def _prepare(self, module: nn.Module) -> None:
         self._tree = Tree(module)
@@ -206,9 +201,6 @@ class Decoder:
         configs = self._tree.configs
         kinds = [Place(config.__dict__, "layer_types") for config in configs]
         self._numbers = Fingerprint([], [*numbers_of(modules, configs), *kinds])
-        settings = [m for m in self._tree.modules if not is_linear(m)]
-        self._settings = Fingerprint([], numbers_of(settings, configs, collections=True))
-        self._buffers = [m._buffers for m in self._tree.modules if m._buffers]
         # The override must cover the whole forward in three cases: micro-batches alternate within a forward
         # and share the thread's override; foreign code may have branches that inspection did not run; a
         # forward replaced on an instance is not wrapped.
@@ -269,21 +261,7 @@ class Decoder:
     def stamp(self) -> object:
         """Return a value that changes when the module is edited or its weights are written; see `Runner`."""
         with exclusive:  # another engine's forward patches the module
-            self._count_edits()
-            writes = None if self._writes_weights else writes_to(self.owner)
-            return self._num_edits, self._tree.code(), writes
-
-    def _count_edits(self) -> None:
-        state = self._current_state()
-        if state != self._state:
-            self._state, self._num_edits = state, self._num_edits + 1
-
-    def _current_state(self) -> object:
-        """Return what the module's own forward may change: numbers, and versions of buffers and weights."""
-        values = chain.from_iterable(map(dict.values, self._buffers))
-        buffers = [buffer for buffer in values if buffer is not None]
-        writes = writes_to(self.owner) if self._writes_weights else None
-        return self._settings.values(), [*map(id, buffers)], versions_of(buffers), writes
+            return self._tree.code(), self._watched.state(self.owner)
 
     @property
     def module(self) -> nn.Module:
@@ -330,7 +308,7 @@ class Decoder:
         """Drop the references to the module."""
         self._module = lambda: None
         self.adapters, self.steps = Adapters(self.spec.dtype), None
-        names = "_tree _numbers _settings _buffers _state _forwards _unfused _layers _wants_team"
+        names = "_tree _numbers _watched _forwards _unfused _layers _wants_team"
         for name in names.split():
             vars(self).pop(name, None)
 
@@ -356,15 +334,7 @@ class Decoder:
         work = partial(self._run, batch, store, records, body, hooks=hooks)
         with exclusive:
             few = self._wants_team and batch.num_tokens <= _TEAM_ROWS
-            work = partial(in_team, work) if few and has_kernels(store.device) else work
-            return self._run_edited(work) if self._editable else work()
-
-    def _run_edited(self, work: Callable[[], Forward]) -> Forward:
-        """Run a forward of an editable module, whose own changes are no edits."""
-        self._count_edits()
-        output = work()
-        self._state = self._current_state()
-        return output
+            return in_team(work) if few and has_kernels(store.device) else work()
 
     def _run(
         self,

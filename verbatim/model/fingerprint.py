@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
@@ -38,7 +39,7 @@ _IGNORED = frozenset(
     "gradient_checkpointing use_cache _attn_implementation_internal "
     "_experts_implementation_internal _is_hf_initialized".split()
 ).union(vars(nn.Module()))
-_modules, _parameters = attrgetter("_modules"), attrgetter("_parameters")
+_modules, _parameters, _buffers = map(attrgetter, ("_modules", "_parameters", "_buffers"))
 _version, _training = attrgetter("_version"), attrgetter("training")
 _children_of = itemgetter("_modules")
 _hooks, _pre_hooks = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
@@ -180,15 +181,82 @@ def tensors_of(modules: Iterable[nn.Module]) -> list[Place]:
 
 def writes_to(module: nn.Module) -> object:
     """Return identities of modules and parameters, and versions of parameters, to detect writes."""
+    modules = _modules_in(module)
+    return _identities(modules, _tensors_in(map(_parameters, modules), ()))
+
+
+class Watched:
+    """The numbers, buffers and parameters of a live module, except those that its own forward changes.
+
+    Such changes, for example of counters or by PEFT's adapters for experts, are found when it is inspected.
+    """
+
+    def __init__(self) -> None:
+        self._changed: set[tuple[int, str]] = set()  # id of a dictionary, and name
+        self._numbers = Fingerprint([])
+
+    @contextmanager
+    def inspecting(self, module: nn.Module) -> Iterator[None]:
+        """Learn what the forwards in the block change."""
+        before = _values_in(module)
+        yield
+        after = _values_in(module)
+        self._changed |= {place for place in before.keys() & after if before[place] != after[place]}
+        numbers = _settings_in(module)
+        self._numbers = Fingerprint(
+            [], [place for place in numbers if _key(place) not in self._changed]
+        )
+
+    def state(self, module: nn.Module) -> object:
+        """Return a value that changes with what is watched."""
+        modules = _modules_in(module)
+        tensors = chain(map(_parameters, modules), map(_buffers, modules))
+        return self._numbers.values(), _identities(modules, _tensors_in(tensors, self._changed))
+
+
+def _key(place: Place) -> tuple[int, str]:
+    return id(place.fields), place.name
+
+
+def _settings_in(module: nn.Module) -> list[Place]:
+    modules = [m for m in module.modules() if type(m) is not nn.Linear]
+    return numbers_of(modules, Tree(module).configs, collections=True)
+
+
+def _values_in(module: nn.Module) -> dict[tuple[int, str], Any]:
+    """Return all numbers, and the identities and versions of all tensors, by place."""
+    values = {_key(place): copy(place.fields[place.name]) for place in _settings_in(module)}
+    for place in tensors_of(module.modules()):
+        if (tensor := place.tensor) is not None:
+            values[_key(place)] = id(tensor), versions_of([tensor])
+    return values
+
+
+def _modules_in(module: nn.Module) -> list[nn.Module]:
     # Level by level with `map`, without Python code per module, as this runs at every step.
-    layers, entries, modules = [module], list[nn.Parameter | None](), list[nn.Module]()
+    layers, modules = [module], list[nn.Module]()
     while layers:
         modules += layers
-        entries += chain.from_iterable(map(dict.values, map(_parameters, layers)))
         children = chain.from_iterable(map(dict.values, map(_modules, layers)))
         layers = [child for child in children if child is not None]
-    parameters = [p for p in entries if p is not None]
-    return [*map(id, modules)], [*map(id, parameters)], versions_of(parameters)
+    return modules
+
+
+def _tensors_in(
+    dictionaries: Iterable[dict[str, Any]], left_out: Collection[tuple[int, str]]
+) -> list[Tensor]:
+    if not left_out:
+        return [t for t in chain.from_iterable(map(dict.values, dictionaries)) if t is not None]
+    return [
+        tensor
+        for fields in dictionaries
+        for name, tensor in fields.items()
+        if tensor is not None and (id(fields), name) not in left_out
+    ]
+
+
+def _identities(modules: list[nn.Module], tensors: list[Tensor]) -> object:
+    return [*map(id, modules)], [*map(id, tensors)], versions_of(tensors)
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
