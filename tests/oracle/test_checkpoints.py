@@ -74,6 +74,7 @@ _HQQ = dict(
 )
 _BNB = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
 _BNB8 = dict(quant_method="bitsandbytes", load_in_8bit=True)
+_FP8_BLOCKS = dict(quant_method="fp8", weight_block_size=[128, 128])
 _MXFP8 = dict(quant_method="mxfp8", weight_block_size=[1, 32], scale_fmt="ue8m0")
 _ROWS_OF_128 = SHAPE | dict(intermediate_size=128)
 _NVFP4_EXPERTS = WHOLE | dict(head_dim=32, num_experts=4, moe_intermediate_size=256)
@@ -142,6 +143,8 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any], str]] = {
     "modelopt-nvfp4": (
         *("qwen3_moe", _NVFP4_EXPERTS, w.fp4("modelopt"), _modelopt("NVFP4"), "nvfp4"),
     ),
+    "fp8-mistral": ("llama", SHAPE, w.fp8((128, 128), "qscale_weight"), _FP8_BLOCKS, "fp8-g128"),
+    "fp8-deepseek-v4": ("llama", SHAPE, w.fp8((128, 128), "scale"), _FP8_BLOCKS, "fp8-g128"),
     "modelopt-fp8": ("llama", SHAPE, w.fp8(*tensor), _modelopt("FP8"), "fp8-g128"),
     "modelopt-fp8-blocks": ("llama", SHAPE, w.fp8(*blocks), _modelopt("FP8_PB_WO"), "fp8-g128"),
     "modelopt-fp8-inverse": ("llama", SHAPE, w.fp8((128, 128)), _modelopt("FP8_PB_WO"), "fp8-g128"),

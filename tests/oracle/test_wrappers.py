@@ -43,6 +43,13 @@ def test_text_logits_match_multimodal_module(name: str, wrapper_folders: Folders
     assert_equal_in_every_schedule(model, Decoder(loaded.module))
 
 
+def test_glm_with_pools_of_one_key_matches_its_module() -> None:
+    if "glm5_next" not in SUPPORTED:
+        pytest.skip("the installed transformers has no glm5_next")
+    model = make_wrapper("glm5_next", index_kpool=1)
+    assert_equal_in_every_schedule(model, Decoder(model))
+
+
 def test_multimodal_class_with_unknown_text_model_is_not_verified() -> None:
     model = make_wrapper("llava")
     model.config.text_config = toys.make_toy("doge").config
@@ -68,14 +75,17 @@ def test_offload_gives_same_tokens(name: str, wrapper_folders: Folders) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2_5_omni", "qwen3_omni_moe"])
 def test_only_the_part_of_omni_models_that_writes_text_is_opened(name: str, tmp_path: Path) -> None:
-    model = make_wrapper(f"{name}_thinker")
-    config = dict(model_type=name, thinker_config=model.config.to_dict())
+    model = make_wrapper(f"{name}_thinker", eos_token_id=None)
+    config = dict(model_type=name, thinker_config=model.config.to_dict(), im_end_token_id=5)
     (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = {f"thinker.{key}": value for key, value in model.state_dict().items()}
     save_file(tensors | {"talker.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     prompts, params = mixed_requests(4)
     prompts = [[i for i in ids if i != PLACEHOLDER] for ids in prompts]
-    assert generated(LLM(tmp_path), prompts, params) == generated(LLM(model), prompts, params)
+    with LLM(tmp_path) as llm:
+        assert llm.info()["eos_ids"] == [5]
+        model.config.eos_token_id = 5
+        assert generated(llm, prompts, params) == generated(LLM(model), prompts, params)
 
 
 def test_image_token_id_is_found_in_inner_config() -> None:

@@ -118,14 +118,21 @@ def _small(cls: Any, base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any
     return {k: v for k, v in settings.items() if v != DEFAULT}
 
 
-def make_wrapper(name: str) -> Any:
-    """Return the toy of a wrapper, by `model_type`, with `PLACEHOLDER` as the image token id."""
+def make_wrapper(name: str, **text: Any) -> Any:
+    """Return the toy of a wrapper, by `model_type`, with `PLACEHOLDER` as the image token id.
+
+    Args:
+        text: changes of its text config.
+    """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
     cls = CONFIG_MAPPING[name]
     base = {} if any("text" in part for part in cls.sub_configs or ()) else SMALL
-    config = cls(**copy.deepcopy(_small(cls, base, _OWN.get(name, {}))))
+    own = _OWN.get(name, {})
+    if text:
+        own = own | dict(text_config=own.get("text_config", {}) | text)
+    config = cls(**copy.deepcopy(_small(cls, base, own)))
     if hasattr(config, "image_token_id"):
         config.image_token_id = PLACEHOLDER
     config._attn_implementation = "eager"

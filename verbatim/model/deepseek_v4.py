@@ -56,7 +56,7 @@ def _records(layer: Any, hidden: Tensor, position_ids: Tensor) -> Tensor:
 
 
 def window_mean(gate: Tensor, value: Tensor, first: Tensor) -> Tensor:
-    """Return the mean of each row's window up to the row, weighted by exp(gate).
+    """Return the mean of each row's window up to the row, weighted by exp(gate); any value for first rows.
 
     Args:
         gate, value: `[T, C]` float32.

@@ -35,7 +35,8 @@ def _indexer(module: Any, hidden_states: Tensor, q_resid: Tensor, **_: Any) -> T
     gate = gate + module.index_kpool_compress_ape.float()[offsets]
     keys = module.k_norm(module.wk(rows))
     first = (offsets == 0)[:, None].expand(gate.shape)
-    k = window_mean(gate, keys.float(), first).to(keys.dtype).unsqueeze(1)
+    means = keys if size == 1 else window_mean(gate, keys.float(), first).to(keys.dtype)
+    k = means.unsqueeze(1)
     q = module.wq_b(q_resid).flatten(0, 1).unflatten(-1, (-1, module.head_dim))
     weights = module.weights_proj(rows.to(module.weights_proj.weight.dtype)).float()
     weights = weights * float(module.n_heads**-0.5 * module.softmax_scale)

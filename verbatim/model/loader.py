@@ -259,8 +259,7 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
         plain, _ = PretrainedConfig.get_config_dict(source, **where)
         check_config(source, plain, where["trust_remote_code"])
         config = AutoConfig.from_pretrained(source, **where)
-        # In Qwen's Omni models, one part generates text, and others speak it.
-        config = getattr(config, "thinker_config", config)
+        config = _text_generator(config)
     except VerbatimError:
         raise
     except Exception as error:  # config classes raise arbitrary exceptions
@@ -279,6 +278,23 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
     if not where["trust_remote_code"]:
         resolve_implementations(config)
     return config
+
+
+def _text_generator(config: Any) -> Any:
+    """Return the config of the part of a Qwen Omni model that generates text; other configs as they are."""
+    thinker = getattr(config, "thinker_config", None)
+    if thinker is None:
+        return config
+    # The whole model's end of a message, or the default of its own `generate` in transformers.
+    defaults = {
+        "eos_token_id": getattr(config, "im_end_token_id", None) or 151645,
+        "quantization_config": getattr(config, "quantization_config", None),
+        "dtype": getattr(config, "dtype", None),
+    }
+    for name, value in defaults.items():
+        if value is not None and getattr(thinker, name, None) is None:
+            setattr(thinker, name, value)
+    return thinker
 
 
 def read_modelopt_config(folder: Path, config: Any) -> None:

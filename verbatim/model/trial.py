@@ -179,13 +179,13 @@ def is_verified(module: Any, inner: Any) -> bool:
     from transformers.models.auto import modeling_auto as auto
 
     cls, text = type(inner), inner.config.get_text_config(decoder=True)
-    own_text = type(text).__module__.rpartition(".")[0] == cls.__module__.rpartition(".")[0]
+    same_package = type(text).__module__.rpartition(".")[0] == cls.__module__.rpartition(".")[0]
     names = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
     kind = text.model_type.removesuffix("_text")
     return (
         cls.__module__.startswith("transformers.models.")
         and cls.__name__ in VERIFIED
-        and (own_text or any(classes.get(kind) in VERIFIED for classes in names))
+        and (same_package or any(classes.get(kind) in VERIFIED for classes in names))
         and all(type(layer).__module__.startswith(_KNOWN_SOURCES) for layer in module.modules())
     )
 

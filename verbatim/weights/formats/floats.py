@@ -127,14 +127,19 @@ def scaled(
 def read_fp8(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
     """Yield the lazy weight of each FP8 matrix."""
     block = checkpoint.quantization.get("weight_block_size")
-    for suffix in ("_scale_inv", "_scale"):
-        for name in checkpoint.names(suffix):
-            if (stored := checkpoint.remaining.get(name)) is not None and stored.dtype in FP8:
-                yield name, scaled(checkpoint, name, f"{name}{suffix}", block)
-                # Activation scales of a layer, or of a matrix of fused experts.
-                for prefix in (name.removesuffix("weight"), f"{name}_"):
-                    kinds = ("activation_scale", "input_scale", "input_scale_ub")
-                    checkpoint.drop(*(prefix + kind for kind in kinds))
+    scales = [
+        (name, name + end) for end in ("_scale_inv", "_scale") for name in checkpoint.names(end)
+    ]
+    # As in DeepSeek V4 and in Mistral Large 4.
+    ends = ".scale", ".qscale_weight"
+    scales += [(f"{name}.weight", name + end) for end in ends for name in checkpoint.names(end)]
+    for name, scale in scales:
+        if (stored := checkpoint.remaining.get(name)) is not None and stored.dtype in FP8:
+            yield name, scaled(checkpoint, name, scale, block)
+            # Activation scales of a layer, or of a matrix of fused experts.
+            for prefix in (name.removesuffix("weight"), f"{name}_"):
+                kinds = ("activation_scale", "input_scale", "input_scale_ub", "qscale_act")
+                checkpoint.drop(*(prefix + kind for kind in kinds))
     finish_fp8(checkpoint)
 
 
