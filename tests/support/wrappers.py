@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from typing import Any
 
+from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from support import toys
@@ -23,6 +24,10 @@ _ENCODER: dict[str, Any] = dict(
     out_hidden_size=64, text_hidden_size=64, projection_dim=64, deepstack_visual_indexes=[0],
     base_channels=32, num_res_blocks=1, channel_multiplier=[1],
 )  # fmt: skip
+# The name of layers with an indexer, which changed.
+_INDEXED = "indexed_attention"
+if _INDEXED not in ALLOWED_ATTN_LAYER_TYPES:
+    _INDEXED = "deepseek_sparse_attention"
 _ROPE = dict(rope_type="default", rope_theta=10000.0)
 
 
@@ -48,7 +53,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "glm5_next": dict(text_config=dict(
         num_hidden_layers=5, num_key_value_heads=4, index_kpool=4, qk_rope_head_dim=0,
         linear_head_dim=8, linear_num_heads=4, swiglu_limit=0.5,
-        layer_types=["linear_attention", "indexed_attention"] * 2 + ["indexed_attention"],
+        layer_types=["linear_attention", _INDEXED] * 2 + [_INDEXED],
         indexer_types=[*["full"] * 4, "shared"], mlp_layer_types=["dense", *["sparse"] * 4])),
     "glm_ocr": _mrope(2, 3, 3),
     "glmga": _mrope(2, 3, 3),

@@ -12,6 +12,7 @@ UNUSED_WEIGHTS = ("error", "ignore")
 QWEN_NUM_LAYERS = "mtp_num_hidden_layers"  # Qwen3.5's config field; the layers have full attention
 # Names of the parts of a multimodal model other than the language model.
 _OTHER_PARTS = r"(^|[._])(vision|visual|audio|image|speech|mm|multi_?modal|patch)\w*\."
+_SPEECH = r"^(talker|token2wav|code2wav)\."  # the parts of Qwen's Omni models that speak
 # The logit of masked positions, in old GPT-2 and GPT-Neo checkpoints.
 _OLD_CONSTANT = r"(^|\.)masked_bias$"
 
@@ -37,6 +38,8 @@ def refuse_unused(source: object, module: Any, wrapper: Any, names: Iterable[Any
     patterns = [*mtp_names(module.config), _OLD_CONSTANT]
     if type(wrapper) is not type(module.config):
         patterns.append(_OTHER_PARTS)
+    if "Thinker" in type(module).__name__:
+        patterns.append(_SPEECH)
     known = [re.compile(pattern) for pattern in patterns]
     buffers = {name for name, _ in module.named_buffers()}
     prefix = f"{module.base_model_prefix}."  # many checkpoints leave it out

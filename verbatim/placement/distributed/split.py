@@ -467,7 +467,7 @@ def _blocked_by_flows(outline: _Outline, inner: Any) -> set[int]:
         if reached < len(indexers) and indexers[reached] == "full":
             # It is passed the choice of the previous layer, but does not use it.
             others = others - previous
-        elif reached < min(len(indexers), len(kinds)) and kinds[reached] == "indexed_attention":
+        elif reached < min(len(indexers), len(kinds)) and kinds[reached] != "linear_attention":
             source_layer = max(i for i in range(reached) if indexers[i] == "full")
             others = others | {entries[source_layer].index}
         for layer in (sources - previous | others) & position.keys():
