@@ -45,6 +45,14 @@ def test_logits_match_module_or_architecture_is_rejected(case: str) -> None:
     assert_equal_in_every_schedule(model, decoder)
 
 
+def test_sinusoidal_positions_of_trocr_match_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not among the variants of other tests: its own forward fails in bfloat16, and from a folder.
+    settings = dict(use_learned_position_embeddings=False)
+    monkeypatch.setitem(sweep.VARIANTS, "trocr:sinusoidal", settings)
+    model = sweep.build("trocr:sinusoidal")
+    assert_equal_in_every_schedule(model, Decoder(model))
+
+
 def test_every_architecture_is_listed() -> None:
     """Architectures of a newer transformers may be in no list; the test above still checks them."""
     known = sweep.names()

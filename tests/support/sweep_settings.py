@@ -290,5 +290,4 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "roformer:encoder": dict(is_decoder=False),
     "roformer:values": dict(rotary_value=True),
     "stablelm:norms": dict(qk_layernorm=True, use_parallel_residual=True, use_qkv_bias=True),
-    "trocr:sinusoidal": dict(use_learned_position_embeddings=False),
 }  # fmt: skip
