@@ -160,7 +160,8 @@ class ExpertCache:
         for pool in {layer.pool for layer in self.layers}:
             for slot, job in enumerate(pool.jobs):
                 if job.exception() is not None:
-                    self.layers[pool.layers[slot]].slots[pool.experts[slot]] = -1
+                    if pool.experts[slot] >= 0:
+                        self.layers[pool.layers[slot]].slots[pool.experts[slot]] = -1
                     pool.experts[slot], pool.jobs[slot] = -1, _FINISHED
 
     def close(self) -> None:
