@@ -250,8 +250,8 @@ class IdValues:
         return cls(ids, torch.tensor(list(values.values()), dtype=torch.float32))
 
     def below(self, size: int) -> tuple[Tensor, Tensor]:
-        """Return the ids below `size`, and their values."""
-        fits = self.ids < size
+        """Return the ids from 0 to `size` (exclusive), and their values."""
+        fits = (self.ids >= 0) & (self.ids < size)
         return (self.ids, self.values) if fits.all() else (self.ids[fits], self.values[fits])
 
 

@@ -128,8 +128,8 @@ def test_penalties_are_applied_before_temperature() -> None:
 def test_ids_outside_the_vocabulary_are_ignored() -> None:
     logits = torch.tensor([1.0, 2.0, 3.0])
     params = SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0)
-    counts, bias = TokenCounts([77]).after([88]), IdValues.of({66: 1.0})
-    row = SampleRow(params, 0, 0, 0, counts, bias, banned_ids=[99])
+    counts, bias = TokenCounts([77, -1]).after([88, -2]), IdValues.of({66: 1.0, -3: 1.0})
+    row = SampleRow(params, 0, 0, 0, counts, bias, banned_ids=[99, -1])
     assert torch.equal(process(logits, row), logits)
 
 

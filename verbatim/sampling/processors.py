@@ -60,7 +60,7 @@ def edit(logits: Tensor, row: SampleRow) -> Tensor:
         ids, values = row.bias.below(size)
         logits = logits.index_copy(0, ids, logits[ids] + values)
     if row.banned_ids:
-        banned = [i for i in row.banned_ids if i < size]
+        banned = [i for i in row.banned_ids if 0 <= i < size]
         logits = logits.index_fill(0, torch.tensor(banned, dtype=torch.int64), -math.inf)
     if row.mask is not None:
         logits = apply_mask(logits, row.mask)
