@@ -361,8 +361,7 @@ def _copy_kv(
     if not num_tokens or len(rows) < len(rows_by_kind):  # a stage of the cluster is lost
         return None
     identity = _identity_of_kv(engine, token_ids)
-    if (
-        engine.stats()["weight_version"] != version
-    ):  # its forward has noticed that the weights are new
+    # The forward for it may have noticed that the weights are new.
+    if engine.stats()["weight_version"] != version:
         return None
     return identity | {"num_tokens": num_tokens}, rows

@@ -39,6 +39,7 @@ from verbatim.model.context import (
 from verbatim.model.experts import flat_experts, project_chosen, stack_of, weighted_sum
 from verbatim.model.invariant import gelu, sigmoid
 from verbatim.model.masks import attends
+from verbatim.model.quantized import in_dtype
 from verbatim.model.recurrent_ops import FUNCTIONS, causal_conv1d
 from verbatim.model.router import AS_IS, SIGMOID, SOFTMAX, RouterForm, choose, forced_experts
 
@@ -369,7 +370,7 @@ def _choose(
     module: Any, hidden_states: Tensor, q: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
 ) -> Tensor:
     """Return the positions of the keys that an indexer chooses for unrotated queries `[B, T, H, D]`."""
-    keys = _in_dtype(module.wk(hidden_states), module.k_norm)
+    keys = in_dtype(module.wk(hidden_states), module.k_norm)
     k = module.k_norm(keys).to(hidden_states.dtype).unsqueeze(2)
     if position_embeddings is not None:
         rotation, rotated_last = _INDEXERS[type(module).__name__]
@@ -382,7 +383,7 @@ def _choose(
             for rotated, plain in ((q, q_plain), (k, k_plain))
         )
     q, k = q.flatten(0, 1), k.flatten(0, 1)
-    weights = module.weights_proj(_in_dtype(hidden_states, module.weights_proj)).float()
+    weights = module.weights_proj(in_dtype(hidden_states, module.weights_proj)).float()
     weights = weights * float(module.n_heads**-0.5 * module.softmax_scale)
     options = IndexOptions(module.index_topk, weights.flatten(0, 1))
     chosen = attend(module, q, k, k[..., :0], options)
@@ -463,14 +464,6 @@ def _qwen4(
     options = AttentionOptions(scale=module.scaling, chosen=chosen)
     out = _attend(module, q, k, v, options) * sigmoid(gate.flatten(2))
     return module.o_proj(out), None
-
-
-def _in_dtype(x: Tensor, layer: nn.Module) -> Tensor:
-    weight: Any = layer._parameters.get("weight")
-    if weight is None:  # quantized
-        matrix = getattr(layer, "matrix", None)
-        return x if matrix is None else x.to(matrix.packing.dtype)
-    return x.to(weight.dtype)
 
 
 @replaces("Llama4TextRotaryEmbedding")

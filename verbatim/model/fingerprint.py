@@ -220,7 +220,7 @@ def _key(place: Place) -> tuple[int, str]:
 
 def _settings_in(module: nn.Module) -> list[Place]:
     modules = [m for m in module.modules() if type(m) is not nn.Linear]
-    return numbers_of(modules, Tree(module).configs, collections=True)
+    return numbers_of(modules, collections=True)
 
 
 def _values_in(module: nn.Module) -> dict[tuple[int, str], Any]:

@@ -17,6 +17,7 @@ from verbatim.model import products
 from verbatim.model.context import active_context, attend, replaces
 from verbatim.model.deepseek_v4 import window_mean
 from verbatim.model.masks import attends
+from verbatim.model.quantized import in_dtype
 from verbatim.model.streams import run_layer
 
 
@@ -38,7 +39,7 @@ def _indexer(module: Any, hidden_states: Tensor, q_resid: Tensor, **_: Any) -> T
     means = keys if size == 1 else window_mean(gate, keys.float(), first).to(keys.dtype)
     k = means.unsqueeze(1)
     q = module.wq_b(q_resid).flatten(0, 1).unflatten(-1, (-1, module.head_dim))
-    weights = module.weights_proj(rows.to(module.weights_proj.weight.dtype)).float()
+    weights = module.weights_proj(in_dtype(rows, module.weights_proj)).float()
     weights = weights * float(module.n_heads**-0.5 * module.softmax_scale)
     options = IndexOptions(module.index_topk // size, weights, size, pooled=True)
     return attend(module, q, k, k[..., :0], options)

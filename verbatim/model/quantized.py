@@ -93,6 +93,15 @@ def is_linear(layer: nn.Module) -> bool:
     return type(layer) in (nn.Linear, Conv1D)
 
 
+def in_dtype(x: Tensor, layer: nn.Module) -> Tensor:
+    """Convert `x` to the dtype of a layer's weight; of its quantized products, if it is quantized."""
+    weight: Any = layer._parameters.get("weight")
+    if weight is None:  # quantized
+        matrix = getattr(layer, "matrix", None)
+        return x if matrix is None else x.to(matrix.packing.dtype)
+    return x.to(weight.dtype)
+
+
 @functools.cache
 def _dequantizing(kind: type, name: str) -> type:
     """Return a subclass of `kind` that dequantizes its attribute `name` at each access."""

@@ -164,7 +164,8 @@ class MessagesRequest(ConversationRequest[Messages]):
 
     def __init__(self, service: Service, body: Messages) -> None:
         output_format = body.output_config and body.output_config.format
-        if output_format is not None and _ends_in_answer(body):
+        is_begun = _ends_in_answer(body)
+        if output_format is not None and is_begun:
             raise InvalidRequest("output_config.format: the last message begins the answer already")
         super().__init__(
             service,
@@ -174,7 +175,7 @@ class MessagesRequest(ConversationRequest[Messages]):
             output_format,
             body.tools or (),
             *_choice(body.tool_choice),
-            template_kwargs=_CONTINUED if _ends_in_answer(body) else None,
+            template_kwargs=_CONTINUED if is_begun else None,
             effort=getattr(body.output_config, "effort", None),
             thinking=None if body.thinking is None else body.thinking.type != "disabled",
         )

@@ -60,9 +60,8 @@ _COMPARED_BYTES = 1 << 20  # per comparison
 _aten = torch.ops.aten
 _IDENTITIES = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh.default})
 _VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
-_CONVERSIONS = frozenset(
-    {_aten._to_copy.default, _aten.clone.default}
-)  # each element stays at its index
+# Each element stays at its index.
+_CONVERSIONS = frozenset({_aten._to_copy.default, _aten.clone.default})
 
 
 class Traced(Tensor):
