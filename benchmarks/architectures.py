@@ -27,7 +27,7 @@ from decode import Times, run_verbatim
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from support import sweep
+from support import sweep, wrappers
 from verbatim import LLM
 from verbatim.bench.machine import LimitMeter
 from verbatim.weights.load import store_by_rows
@@ -83,14 +83,31 @@ def scaled(case: str, settings: dict[str, Any]) -> dict[str, Any]:
     return {name: change(name, value) for name, value in settings.items()}
 
 
+def scale_part(case: str, name: str, part: Any) -> Any:
+    """Scale a wrapper's text config, and the widths of what its encoders return."""
+    if "text" in name or "thinker" in name:
+        return scaled(case, {name: part})[name]
+    if isinstance(part, dict):
+        return {key: scale_part(case, key, value) for key, value in part.items()}
+    return scaled(case, {name: part})[name] if "out_hidden" in name else part
+
+
 def build(case: str) -> Any:
     """Return the model of an architecture, in bf16, with its weights laid out as those of a folder."""
     import transformers
 
-    cls, settings = sweep.settings_of(case)
-    config = cls(**scaled(case, settings))
+    if case in wrappers.SUPPORTED:
+        (cls, settings), model_cls = wrappers.settings_of(case), wrappers.class_of(case)
+        if any("text" in name or "thinker" in name for name in settings):
+            settings = {name: scale_part(case, name, part) for name, part in settings.items()}
+        else:
+            settings = scaled(case, settings)
+    else:
+        cls, settings = sweep.settings_of(case)
+        settings = scaled(case, settings)
+        model_cls = getattr(transformers, sweep.names()[case.partition(":")[0]])
+    config = cls(**settings)
     config._attn_implementation = "eager"
-    model_cls = getattr(transformers, sweep.names()[case.partition(":")[0]])
     before = torch.get_default_dtype()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)

@@ -123,22 +123,33 @@ def _small(cls: Any, base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any
     return {k: v for k, v in settings.items() if v != DEFAULT}
 
 
+def settings_of(name: str, **text: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the config class of a wrapper, and its toy's settings; `text` changes its text config."""
+    cls = CONFIG_MAPPING[name]
+    base = {} if any("text" in part for part in cls.sub_configs or ()) else SMALL
+    own = _OWN.get(name, {})
+    if text:
+        own = own | dict(text_config=own.get("text_config", {}) | text)
+    return cls, copy.deepcopy(_small(cls, base, own))
+
+
+def class_of(name: str) -> Any:
+    """Return the model class of a wrapper."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+    return getattr(transformers, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[name])
+
+
 def make_wrapper(name: str, **text: Any) -> Any:
     """Return the toy of a wrapper, by `model_type`, with `PLACEHOLDER` as the image token id.
 
     Args:
         text: changes of its text config.
     """
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
-
-    cls = CONFIG_MAPPING[name]
-    base = {} if any("text" in part for part in cls.sub_configs or ()) else SMALL
-    own = _OWN.get(name, {})
-    if text:
-        own = own | dict(text_config=own.get("text_config", {}) | text)
-    config = cls(**copy.deepcopy(_small(cls, base, own)))
+    cls, settings = settings_of(name, **text)
+    config = cls(**settings)
     if hasattr(config, "image_token_id"):
         config.image_token_id = PLACEHOLDER
     config._attn_implementation = "eager"
-    return toys.build(getattr(transformers, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[name]), config)
+    return toys.build(class_of(name), config)

@@ -81,6 +81,7 @@ def in_forwards(
     def call(*args: Any, **kwargs: Any) -> Any:
         return (original if active_context() is None else replacement)(*args, **kwargs)
 
+    call.replaces = original  # type: ignore[attr-defined]
     return call
 
 
