@@ -56,22 +56,22 @@ def choose_keys(
     for first in range(0, len(q), rows_at_once):
         last = min(first + rows_at_once, len(q))
         spans = [
-            (s, begin, end)
+            (s, begin, end, seen)
             for s, length in enumerate(lens)
             if (begin := max(first, starts[s])) < (end := min(last, starts[s + 1]))
-            and length - (starts[s + 1] - end) > len(leading)
+            and (seen := length - (starts[s + 1] - end)) > len(leading)
         ]
         if not spans:
             continue
-        longest = max(lens[s] for s, *_ in spans)
+        longest = max(seen for *_, seen in spans)
         size = last - first, groups, longest
         scores = torch.full(size, -torch.inf, dtype=torch.float32, device=q.device)
-        for s, begin, end in spans:
+        for s, begin, end, seen in spans:
             if s != loaded:
                 keys, loaded = keys_of(batch.block_tables[s].long())[: lens[s]], s
             weights = None if options.weights is None else options.weights[begin:end]
-            rows = scores[begin - first : end - first, :, : lens[s]]
-            rows.copy_(index_scores(q[begin:end].float(), weights, keys))
+            rows = scores[begin - first : end - first, :, :seen]
+            rows.copy_(index_scores(q[begin:end].float(), weights, keys[:seen]))
         at = positions[first:last]
         later = torch.arange(longest, device=q.device) > at
         blocks = _best_blocks(scores.masked_fill_(later, -torch.inf), at, options)
@@ -240,7 +240,7 @@ def _attend_to_rows(
         raise ValueError("sparse attention does not support biases or sinks that differ by row")
     options = replace(options, chosen=None, records=None)
     sequences = sequences_and_positions(batch)[0][:, None]
-    block_size = parts[0][0].shape[2]
+    kv_heads, block_size = parts[0][0].shape[1:3]
     copies = len(parts) > 1 or (options.sinks is not None and len(heads) > 1)
     copies |= parts[0][0].shape[:3].numel() >= 2**31  # tables are int32
     # Without copies, each KV head is a separate sequence with its own table.
@@ -256,25 +256,26 @@ def _attend_to_rows(
         chunk = slice(first, first + rows_at_once)
         missing = torch.cat([positions[chunk] for *_, positions in parts], 1) < 0
         order = missing.byte().argsort(dim=1, stable=True)
-        indices = []  # of rows across blocks and heads
-        for k_store, _, positions in parts:
+        indices = []  # of rows across blocks and heads, for the first head
+        for *_, positions in parts:
             valid = positions[chunk].clamp(min=0).long()
             blocks = batch.block_tables[sequences[chunk], valid // block_size].long()
-            first_rows = (blocks[..., None] * k_store.shape[1] + heads) * block_size
-            indices.append(first_rows + valid[..., None] % block_size)
+            indices.append(blocks * (kv_heads * block_size) + valid % block_size)
+        offsets = heads * block_size
         if copies:
-            k = _copy_rows([k_store for k_store, _, _ in parts], indices)
+            of_heads = [index[..., None] + offsets for index in indices]
+            k = _copy_rows([k_store for k_store, _, _ in parts], of_heads)
             same = all(k_store is v_store for k_store, v_store, _ in parts)
-            v = k if same else _copy_rows([v_store for _, v_store, _ in parts], indices)
-            tables = torch.arange(missing.numel(), device=q.device).view(1, *missing.shape)
+            v = k if same else _copy_rows([v_store for _, v_store, _ in parts], of_heads)
+            tables = order + torch.arange(len(order), device=q.device)[:, None] * order.shape[1]
         else:
             k, v = (store.view(-1, 1, 1, store.shape[3]) for store in parts[0][:2])
-            tables = indices[0].movedim(-1, 0)
-        tables = tables.gather(2, order.expand(tables.shape)).transpose(0, 1).flatten(0, 1).int()
+            tables = indices[0].gather(1, order).int()[:, None] + offsets.int()[:, None]
         lens = (~missing).sum(1, dtype=torch.int32).repeat_interleave(apart)
         count = torch.arange(len(lens) + 1, dtype=torch.int32, device=q.device)
         rows = q[chunk].unflatten(1, (apart, -1)).flatten(0, 1)
-        out = attention(rows, k, v, AttentionBatch(count, lens, tables.contiguous()), options)
+        rows_batch = AttentionBatch(count, lens, tables.view(len(lens), -1).int())
+        out = attention(rows, k, v, rows_batch, options)
         outs.append(out.unflatten(0, (-1, apart)).flatten(1, 2))
     return torch.cat(outs)
 
