@@ -241,8 +241,8 @@ def _attend_to_rows(
     options = replace(options, chosen=None, records=None)
     sequences = sequences_and_positions(batch)[0][:, None]
     kv_heads, block_size = parts[0][0].shape[1:3]
-    copies = len(parts) > 1 or (options.sinks is not None and len(heads) > 1)
-    copies |= parts[0][0].shape[:3].numel() >= 2**31  # tables are int32
+    # Tables are int32.
+    copies = len(parts) > 1 or parts[0][0].shape[:3].numel() >= 2**31
     # Without copies, each KV head is a separate sequence with its own table.
     apart = 1 if copies else len(heads)
     row_bytes = sum(
@@ -274,8 +274,13 @@ def _attend_to_rows(
         lens = (~missing).sum(1, dtype=torch.int32).repeat_interleave(apart)
         count = torch.arange(len(lens) + 1, dtype=torch.int32, device=q.device)
         rows = q[chunk].unflatten(1, (apart, -1)).flatten(0, 1)
+        row_options = options
+        if options.sinks is not None and apart > 1:
+            row_options = replace(
+                options, sinks=options.sinks.view(apart, -1).repeat(len(order), 1)
+            )
         rows_batch = AttentionBatch(count, lens, tables.view(len(lens), -1).int())
-        out = attention(rows, k, v, rows_batch, options)
+        out = attention(rows, k, v, rows_batch, row_options)
         outs.append(out.unflatten(0, (-1, apart)).flatten(1, 2))
     return torch.cat(outs)
 
