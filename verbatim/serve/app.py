@@ -81,7 +81,9 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
             # Packages for web pages add their own, such as OpenAI's X-Stainless-Lang.
             allow_headers=["*"],
         )
-    _add_error_handlers(app)
+    # FastAPI's own errors; `Guard` answers all others.
+    app.add_exception_handler(RequestValidationError, _refuse)
+    app.add_exception_handler(HTTPException, _refuse)
     _add_posts(app, service)
     _add_models(app, service)
     _add_operations(app, service)
@@ -187,16 +189,11 @@ _PAGE_HEADERS = {
 }
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-    """Return FastAPI's own errors in OpenAI's format; `Guard` does so for all others."""
-
-    async def refuse(_: Request, error: Exception) -> Response:
-        if isinstance(error, RequestValidationError):
-            return refusal_of_body(error.errors(), skip=1).response()
-        return refusal_of(error).response()
-
-    app.add_exception_handler(RequestValidationError, refuse)
-    app.add_exception_handler(HTTPException, refuse)
+async def _refuse(_: Request, error: Exception) -> Response:
+    """Return an error in OpenAI's format."""
+    if isinstance(error, RequestValidationError):
+        return refusal_of_body(error.errors(), skip=1).response()
+    return refusal_of(error).response()
 
 
 def places_of(info: Mapping[str, Any]) -> list[dict[str, Any]]:
