@@ -58,13 +58,7 @@ def open_drafting(
 def _open_draft_model(
     draft: DraftModel, runner: Runner, options: EngineOptions, loaded: LoadedModel
 ) -> DraftModelProposer:
-    """Open a draft model for `runner`, with its own KV store.
-
-    Raises:
-        ModelError, UnsupportedModel, NotSupported: the draft model can't be opened.
-        InvalidRequest: the vocabularies differ.
-        OutOfBlocks: `kv_memory` is too small for one block.
-    """
+    """Open a draft model for `runner`, with its own KV store."""
     try:
         small = open_weights(open_model, ModelSource(draft.model, draft.dtype), None)
     except ModelError as error:
@@ -121,17 +115,12 @@ def _num_embeddings(inner: Any, vocab_size: int) -> int:
 def _check_same_ids(
     name: str, ours: Any, theirs: Any, vocab_size: int, draft_vocab_size: int
 ) -> None:
-    """Check that the draft model `name` has the model's vocabulary.
+    """Raise InvalidRequest unless the draft model `name` has the model's vocabulary.
 
     If both tokenizers are known, every id that is in both must be the same token. Otherwise only the sizes
     are compared, which may differ by padding.
 
-    Args:
-        ours, theirs: transformers tokenizers of the model and of the draft model, or None.
-        vocab_size, draft_vocab_size: widths of their logits.
-
-    Raises:
-        InvalidRequest: the vocabularies differ.
+    `ours` and `theirs` are transformers tokenizers of the model and of the draft model, or None.
     """
     if ours is not None and theirs is not None:
         tokens = {i: token for token, i in ours.get_vocab().items()}

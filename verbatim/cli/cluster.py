@@ -57,7 +57,8 @@ def start(
 
     is_new = make_token()
     output = _ray("start", "--head", f"--port={port}", *ip_option, *_RAY_OPTIONS, *(extra or []))
-    address = f"{node_ip_address or _head_address(output)}:{port}"
+    found = re.search(r"Local node IP: (\S+)", output)
+    address = f"{node_ip_address or (found[1] if found else socket.gethostname())}:{port}"
     source = "RAY_AUTH_TOKEN"
     copy_token = "export RAY_AUTH_TOKEN=...  # the same"
     if not os.environ.get(source):
@@ -211,12 +212,6 @@ def _reason(command: str, text: str) -> str:
     lines = [line.rpartition(" -- ")[2].strip() for line in text.splitlines()]
     reasons = [line for line in lines if line and set(line) - set("-=^~ ")]
     return f"`ray {command}` failed: {reasons[-1] if reasons else 'no reason given'}"
-
-
-def _head_address(text: str) -> str:
-    """Return the head's address from the output of `ray start`."""
-    found = re.search(r"Local node IP: (\S+)", text)
-    return found[1] if found else socket.gethostname()
 
 
 # ---- output

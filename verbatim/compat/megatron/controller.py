@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -46,12 +47,12 @@ _REPLACED = by_name(
 )
 
 
+@dataclass(eq=False)
 class InferenceWrappedModel:
     """An open `LLM` or a live module with an inference context, like Megatron's wrapper."""
 
-    def __init__(self, model: LLM | nn.Module, inference_context: Any = None) -> None:
-        self.model = model
-        self.inference_context = inference_context
+    model: LLM | nn.Module
+    inference_context: Any = None
 
 
 class TextGenerationController:
@@ -523,15 +524,7 @@ def _draw(
     vocab_size: int | None = None,
     position: int | None = None,
 ) -> Tensor:
-    """Draw one id per row of `[B, V]`, row b with sample index b: `[B]` int64.
-
-    Args:
-        vocab_size: number of ids that can be drawn; None means V.
-        position: as in `verbatim.sample`; required if the params have a `seed`.
-
-    Raises:
-        InvalidRequest: logits that are not `[B, V]`, or a row without a token that can be drawn.
-    """
+    """Draw one id per row of `[B, V]`, as `verbatim.sample`, from the first `vocab_size` ids or all."""
     vocab_size = optional_integer("vocab_size", vocab_size, 1)
     if isinstance(logits, Tensor) and logits.dim():  # else refused below
         logits = logits[..., :vocab_size]
