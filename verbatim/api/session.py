@@ -13,7 +13,7 @@ from contextlib import aclosing, contextmanager
 from typing import Self
 
 from verbatim.api.session_file import SessionState, read_session, write_session
-from verbatim.common.checks import integer, optional_seconds, switch
+from verbatim.common.checks import check_kind, integer, optional_seconds, switch
 from verbatim.core import Delta, FinishReason, Request, Result, SessionCache
 from verbatim.engine.admission import Prompt
 from verbatim.engine.handle import EngineHandle
@@ -113,8 +113,7 @@ class Session(CacheHolder):
         idle_timeout_s: float | None = None,
     ) -> None:
         super().__init__(engine)
-        if not isinstance(params, SamplingParams | None):
-            raise InvalidRequest(f"params={params!r}: must be a SamplingParams or None")
+        check_kind("params", params, SamplingParams | None, "a SamplingParams or None")
         seed = SamplingParams(seed=seed).seed  # checked there
         limit = engine.admission.max_length
         if load is None:
@@ -302,8 +301,7 @@ class Session(CacheHolder):
             await asyncio.sleep(pause_s)
 
     def _admit(self, inputs: Prompt | None, params: SamplingParams) -> Request:
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequest(f"params={params!r}: must be a SamplingParams")
+        check_kind("params", params, SamplingParams, "a SamplingParams")
         if params.seed not in (None, self.seed):
             raise InvalidRequest(
                 f"seed={params.seed}: this session's seed is {self.seed}; leave it None, or open a session "

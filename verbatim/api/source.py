@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from verbatim.common.checks import check_kind
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.kernels import uses_triton
 from verbatim.model.loader import DTYPES, LoadedModel, ModelSource
@@ -41,10 +42,7 @@ def open_model(
             f"config={config!r}: only for a torch.distributed.checkpoint, and model= is a module; leave it "
             "at None"
         )
-    if not isinstance(model, nn.Module):
-        raise InvalidRequest(
-            f"model={model!r}: must be None, a folder, a hub id or a transformers module"
-        )
+    check_kind("model", model, nn.Module, "None, a folder, a hub id or a transformers module")
     if not in_memory:
         raise NotSupported(
             "placement: a live module is in memory; all placements but None take a folder with safetensors, "

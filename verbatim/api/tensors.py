@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from verbatim.api.llm import LLM
 from verbatim.api.opening import open_runner
 from verbatim.api.padded import PaddedRows
-from verbatim.common.checks import integer, optional_integer
+from verbatim.common.checks import check_kind, integer, optional_integer
 from verbatim.core import Request, Result
 from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import run_together
@@ -51,10 +51,8 @@ def engine_of(model: LLM | nn.Module) -> LLM:
     """Return `model` itself if it is an LLM, else the LLM that is cached for this module."""
     if isinstance(model, LLM):
         return model
-    if not isinstance(model, nn.Module):
-        raise InvalidRequest(
-            f"model={model!r}: must be an LLM, or a module, either transformers' or one with kv_caches"
-        )
+    kinds = "an LLM, or a module, either transformers' or one with kv_caches"
+    check_kind("model", model, nn.Module, kinds)
     with on_cpu():
         while (cached := _engines.get(model)) is not None:
             with suppress(ModelChanged, EngineClosed):
@@ -147,8 +145,7 @@ def open_forward(
     name = type(model).__name__
     max_length = integer("max_length", max_length)
     max_sequences = integer("max_sequences", max_sequences)
-    if not isinstance(arguments, Mapping):
-        raise InvalidRequest(f"arguments={arguments!r}: must be a dict of names and values")
+    check_kind("arguments", arguments, Mapping, "a dict of names and values")
     pad_token_id = optional_integer("pad_token_id", pad_token_id, -(2**63), 2**63 - 1)
     if hooks is not None:
         _check_hooks(hooks, batch)

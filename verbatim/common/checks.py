@@ -1,4 +1,4 @@
-"""Validates numbers, switches and amounts of memory in arguments; extracts the docs of settings."""
+"""Validates types, numbers and amounts of memory in arguments; extracts the docs of settings."""
 
 from __future__ import annotations
 
@@ -103,6 +103,12 @@ def switch(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidRequest(f"{name}={value!r}: must be True or False")
     return value
+
+
+def check_kind(name: str, value: Any, kind: Any, expected: str) -> None:
+    """Raise InvalidRequest unless `value` is an instance of `kind`, a type or a union of types."""
+    if not isinstance(value, kind):
+        raise InvalidRequest(f"{name}={value!r}: must be {expected}")
 
 
 def path(name: str, value: Any) -> Path:

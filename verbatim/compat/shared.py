@@ -30,21 +30,9 @@ def accepts(function: Any, *args: Any, unknown: bool = False, **kwargs: Any) -> 
     return True
 
 
-def check_kind(name: str, value: Any, kind: Any, expected: str) -> None:
-    """Raise InvalidRequest unless `value` is an instance of `kind`, a type or a union of types."""
-    if not isinstance(value, kind):
-        raise InvalidRequest(f"{name}={value!r}: must be {expected}")
-
-
 def by_name(groups: dict[str, str]) -> dict[str, str]:
     """Invert `{reason: "name name ..."}` to `{name: reason}`."""
     return {name: reason for reason, names in groups.items() for name in names.split()}
-
-
-def declared_pad_id(*sources: Any) -> int | None:
-    """Return the first pad id of configs, tokenizers or models; None if no source has one."""
-    ids = (getattr(source, "pad_token_id", None) for source in sources)
-    return next((i for i in ids if isinstance(i, int) and i >= 0), None)
 
 
 def flag(name: str, value: Any) -> bool:

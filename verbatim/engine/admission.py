@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from verbatim.batch import IdValues
+from verbatim.common.checks import check_kind
 from verbatim.core import BadWords, Request, Sequence, SessionCache, Token
 from verbatim.engine.adapters import LoadedAdapters
 from verbatim.engine.beams import BeamSearch
@@ -240,8 +241,7 @@ class Admission:
         return ids
 
     def _check_params(self, params: SamplingParams) -> None:
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequest(f"params={params!r}: must be a SamplingParams")
+        check_kind("params", params, SamplingParams, "a SamplingParams")
         check_vocabulary(params, self.vocab_size)
         self.adapters.number_of(params.adapter)
         for name in ("logprobs", "prompt_logprobs"):
@@ -306,11 +306,7 @@ class Admission:
 
 
 def _resume(sequence: Sequence, watch: StopWatch) -> None:
-    """Advance a new sequence past the resumed tokens of its completion.
-
-    Raises:
-        InvalidRequest: the tokens don't fit the requested structure, or complete it.
-    """
+    """Advance a new sequence past the resumed tokens of its completion, which must fit its structure."""
     request, grammar = sequence.request, sequence.grammar
     ids = request.resumed_ids
     for count, token_id in enumerate(ids if grammar is not None else ()):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from verbatim.api.llm import LLM
 from verbatim.api.padded import PaddedRows, fill
 from verbatim.api.tensors import draw_seed, run_admitted
-from verbatim.common.checks import integer, optional_integer, switch
+from verbatim.common.checks import check_kind, integer, optional_integer, switch
 from verbatim.core import FinishReason, Request, Result
 from verbatim.engine.admission import as_prompts
 from verbatim.errors import InvalidRequest
@@ -185,8 +185,7 @@ def _check_params(
     params: SamplingParams | None, group_size: Any, padding_side: Any
 ) -> SamplingParams:
     params = SamplingParams() if params is None else params
-    if not isinstance(params, SamplingParams):
-        raise InvalidRequest(f"params={params!r}: must be a SamplingParams")
+    check_kind("params", params, SamplingParams, "a SamplingParams")
     for name, off, instead in (
         ("n", 1, "use group_size for the number of completions per prompt"),
         ("seed", None, "use the rollout's seed argument, which gives each prompt its own noise"),

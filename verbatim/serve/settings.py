@@ -6,7 +6,7 @@ import dataclasses
 import ipaddress
 import os
 
-from verbatim.common.checks import integer, number
+from verbatim.common.checks import check_kind, integer, number
 from verbatim.errors import InvalidRequest
 
 _WORDS = {
@@ -101,8 +101,8 @@ class ServeSettings:
                 value = integer(name, value, *_RANGES.get(name, ()))
             if kind.startswith("float"):
                 value = number(name, value, 0.0, above=True, unit=" of seconds")
-            if kind.startswith("str") and not isinstance(value, str):
-                raise InvalidRequest(f"{name}={value!r}: must be a string")
+            if kind.startswith("str"):
+                check_kind(name, value, str, "a string")
             if value not in (allowed := _WORDS.get(name, (value,))):
                 raise InvalidRequest(f"{name}={value!r}: must be one of {', '.join(allowed)}")
             object.__setattr__(self, name, value)

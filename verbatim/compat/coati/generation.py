@@ -15,8 +15,8 @@ from torch import Tensor
 from verbatim.api.llm import LLM
 from verbatim.api.padded import PaddedRows
 from verbatim.api.tensors import draw_seed, engine_of, has_known_layers, open_forward
-from verbatim.common.checks import integer, optional_integer
-from verbatim.compat.shared import check_kind, check_search, flag, new_rows
+from verbatim.common.checks import check_kind, integer, optional_integer
+from verbatim.compat.shared import check_search, flag, new_rows
 from verbatim.core import Request
 from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import run_together
@@ -163,12 +163,7 @@ _sample_streaming = _by_ids(generate_streaming, early_stopping=False)
 
 
 class _Call:
-    """A call with checked arguments and admitted rows: `stream` it or run its `requests`, then `close` it.
-
-    Args:
-        sampling: the arguments of `_sampling`.
-        hooks: `prepare_inputs_fn` and `update_model_kwargs_fn`.
-    """
+    """A call with checked arguments and admitted rows: `stream` it or run its `requests`, then `close` it."""
 
     def __init__(
         self,
@@ -461,8 +456,7 @@ def _prepare_logits_processor(
 
 def _is_sequence_finished(unfinished_sequences: Tensor) -> bool:
     """Return whether every row of every rank has ended; `unfinished_sequences` `[B]` is 0 for ended rows."""
-    if not isinstance(unfinished_sequences, Tensor):
-        raise InvalidRequest(f"unfinished_sequences={unfinished_sequences!r}: must be a tensor")
+    check_kind("unfinished_sequences", unfinished_sequences, Tensor, "a tensor")
     num_unfinished = unfinished_sequences.count_nonzero()
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(num_unfinished)

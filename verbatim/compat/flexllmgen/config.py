@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verbatim.common.checks import check_kind
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
 
 # Layers, heads and width of each OPT (Zhang et al. 2022, table 1) and of Galactica 30B.
@@ -80,8 +81,7 @@ def get_opt_config(name: str, **kwargs: Any) -> OptConfig:
     Raises:
         InvalidRequest: an unknown name; other models need no config.
     """
-    if not isinstance(name, str):
-        raise InvalidRequest(f"name={name!r}: must be a string")
+    check_kind("name", name, str, "a string")
     config = config_by_name(name, **kwargs)
     if config is None:
         raise InvalidRequest(f"there is no OPT model {name!r}; known are {', '.join(_SHAPES)}")

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from verbatim.api.llm import LLM
 from verbatim.api.padded import PaddedRows, pad_rows
 from verbatim.api.tensors import draw_seed
-from verbatim.common.checks import integer, optional_integer, switch
+from verbatim.common.checks import check_kind, integer, optional_integer, switch
 from verbatim.compat.flexllmgen.config import OptConfig, check_config, config_by_name, find_model
 from verbatim.compat.flexllmgen.policy import ExecutionEnv, Policy, options_of
-from verbatim.compat.shared import HasEngine, check_kind, declared_pad_id, new_rows
+from verbatim.compat.shared import HasEngine, new_rows
 from verbatim.core import Request
 from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.model.limits import pad_id_of
 from verbatim.params import SamplingParams
 
 Spent = Callable[[], Sequence[float]]  # returns load, compute and store so far, in seconds
@@ -53,11 +54,6 @@ class Phase:
         """The rest of `wall_s`: scheduling, sampling and output."""
         parts = [getattr(self, name) for name in _PARTS]
         return None if None in parts else self.wall_s - sum(parts)
-
-    def add(self, seconds: Sequence[float]) -> None:
-        """Add a step: its elapsed seconds, then load, compute and store if they are measured."""
-        for name, value in zip(("wall_s", *_PARTS), seconds, strict=False):
-            setattr(self, name, getattr(self, name) + value)
 
 
 @dataclass(slots=True)
@@ -125,7 +121,8 @@ class Clock:
         now, tokens_now, progress_now = self._last
         seconds = [new - old for new, old in zip(now, before, strict=True)]
         phase = self.timings.decode if progress == progress_now else self.timings.prefill
-        phase.add(seconds)
+        for name, spent in zip(("wall_s", *_PARTS), seconds, strict=False):
+            setattr(phase, name, getattr(phase, name) + spent)
         if tokens_now > tokens:
             phase.num_steps += 1
             self.timings.costs.append(seconds[0])
@@ -225,10 +222,9 @@ class OptLM(HasEngine):
         """The pad id of the `OptConfig`, the model or the tokenizer; else an EOS id, else 0."""
         if isinstance(self.config, OptConfig):
             return self.config.pad_token_id
-        llm = self.llm
-        configs = llm.engine.generation_config, llm.engine.config
-        pad_id = declared_pad_id(*configs, getattr(llm.tokenizer, "hf", None))
-        return llm.pad_token_id if pad_id is None else pad_id
+        engine, hf = self.llm.engine, getattr(self.llm.tokenizer, "hf", None)
+        configs = engine.generation_config, engine.config, hf
+        return pad_id_of(configs, engine.admission.eos_ids)
 
     def generate(
         self,

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verbatim.common.checks import check_fields, integer, number
-from verbatim.compat.shared import check_kind
+from verbatim.common.checks import check_fields, check_kind, integer, number
 from verbatim.errors import InvalidRequest, NotSupported, TierFailed
 from verbatim.placement.offload.choice import Offload, percents
 from verbatim.quantization.formats import GROUP_SIZES, Quantization

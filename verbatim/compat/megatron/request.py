@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from verbatim.common.checks import check_fields, integer, number, optional_integer
-from verbatim.compat.shared import check_kind
+from verbatim.common.checks import check_fields, check_kind, integer, number, optional_integer
 from verbatim.errors import InvalidRequest, NotSupported
 
 _NUMBERS: dict[str, tuple[Any, ...]] = {

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from verbatim.api.llm import LLM
 from verbatim.api.padded import PaddedRows, pad_rows
+from verbatim.common.checks import check_kind
 from verbatim.compat.petals.settings import Settings
-from verbatim.compat.shared import accepts, check_complete, check_kind, new_rows
+from verbatim.compat.shared import accepts, check_complete, new_rows
 from verbatim.core import Completion, FinishReason, Request, SessionCache
 from verbatim.errors import InvalidRequest, NotSupported, RequestFailed
 from verbatim.params import SamplingParams

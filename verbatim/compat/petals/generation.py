@@ -14,10 +14,10 @@ from torch import Tensor
 from verbatim.api.llm import LLM
 from verbatim.api.padded import PaddedRows, check_padded
 from verbatim.api.tensors import draw_seed
+from verbatim.common.checks import check_kind
 from verbatim.compat.petals.call import GenerateCall
 from verbatim.compat.petals.session import InferenceSession, active_session, entered
 from verbatim.compat.petals.settings import UNSUPPORTED_BY_TRANSFORMERS, Settings, is_off
-from verbatim.compat.shared import check_kind
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.options import on_cpu
 from verbatim.params import SamplingParams

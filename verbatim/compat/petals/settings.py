@@ -9,7 +9,7 @@ from torch import Tensor
 
 from verbatim.api.llm import LLM
 from verbatim.common.checks import integer
-from verbatim.compat.shared import by_name, check_search, declared_pad_id, flag
+from verbatim.compat.shared import by_name, check_search, flag
 from verbatim.errors import InvalidRequest, NotSupported
 
 # Supported parameters, with transformers' defaults.
@@ -110,14 +110,7 @@ class Settings(dict[str, Any]):
     """
 
     def __init__(self, llm: LLM, arguments: Mapping[str, Any], config: Any) -> None:
-        """
-        Args:
-            arguments: arguments of the call, by name.
-            config: the call's `generation_config`, or None.
-
-        Raises:
-            InvalidRequest, NotSupported: the message names the parameter.
-        """
+        """`config` is the call's `generation_config`, or None. Errors name the parameter."""
         model_config = llm.engine.generation_config
         arguments = {
             name: v for name, v in arguments.items() if v is not None or name not in _LENGTHS
@@ -144,7 +137,9 @@ class Settings(dict[str, Any]):
         self.eos_ids = _ids("eos_token_id", eos_ids)
         self.pad_id: int | None = self["pad_token_id"]
         if self.pad_id is None:
-            self.pad_id = declared_pad_id(llm.engine.config, getattr(llm.tokenizer, "hf", None))
+            sources = llm.engine.config, getattr(llm.tokenizer, "hf", None)
+            ids = (getattr(source, "pad_token_id", None) for source in sources)
+            self.pad_id = next((i for i in ids if isinstance(i, int) and i >= 0), None)
         self.fill_id = next(iter(self.eos_ids), 0) if self.pad_id is None else self.pad_id
 
     def is_on(self, name: str) -> bool:
