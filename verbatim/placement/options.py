@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from verbatim.common.checks import (
     budget,
+    check_fields,
     integer,
     memory_bytes,
     optional_integer,
     path,
-    switch,
 )
 from verbatim.errors import InvalidRequest, OutOfBlocks
 from verbatim.kv.store import LayerShape, bytes_per_token
@@ -36,21 +36,25 @@ _MAX_FREE_BLOCKS = 1 << 20  # blocks of a model without K and V, and without a l
 _SNAPSHOTS = 64  # slots of recurrent states for cached prefixes, in addition to running sequences
 DEFAULT_FOLDER_BYTES = "10GB"  # limit for prefixes in files
 DEFAULT_KV_SHARE = 0.4  # fraction of the memory available when the model is opened
+_NUMBERS: dict[str, tuple[Any, ...]] = {  # of `EngineOptions`
+    **dict.fromkeys(("block_size", "max_batch_tokens", "max_sequences"), (integer,)),
+    **dict.fromkeys(("max_waiting", "max_length"), (optional_integer,)),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """The validated engine options of `LLM`; its docstring describes them."""
 
-    kv_dtype: KVDtype | None  # None: the dtype of the model's keys
-    kv_bytes: int | None  # None: `DEFAULT_KV_SHARE` of the available memory
-    block_size: int
-    max_batch_tokens: int
-    max_sequences: int
-    max_waiting: int | None
-    max_length: int | None
-    prefix_cache: bool
-    num_threads: int | None
+    kv_dtype: KVDtype | None = None  # None: the dtype of the model's keys
+    kv_bytes: int | None = None  # None: `DEFAULT_KV_SHARE` of the available memory
+    block_size: int = 16
+    max_batch_tokens: int = _MAX_BATCH_TOKENS
+    max_sequences: int = 256
+    max_waiting: int | None = None
+    max_length: int | None = None
+    prefix_cache: bool = True
+    num_threads: int | None = None
     quantization: Quantization | None = None  # of the weights
     plan_sets_batch_tokens: bool = False  # whether a plan may choose max_batch_tokens
     fused: bool = True
@@ -121,84 +125,58 @@ class EngineOptions:
 
 
 class OpenRequest(NamedTuple):
-    """The arguments with which a placement opens a model.
+    """The arguments with which a placement opens a model."""
 
-    Attributes:
-        loaded: the model; without its weights, unless it is placed in this process's memory.
-        source: the `ModelSource` for other processes; None for a live module.
-        limit: maximum tokens of one sequence; None: no limit.
-        draft: the draft layers of the model; None: no drafts.
-    """
-
-    loaded: LoadedModel
-    source: Any
+    loaded: LoadedModel  # without its weights, unless it is placed in this process's memory
+    source: Any  # the `ModelSource` for other processes; None for a live module
     options: EngineOptions
-    limit: int | None
-    draft: Mtp | EarlyExit | None
+    limit: int | None  # maximum tokens of one sequence; None: no limit
+    draft: Mtp | EarlyExit | None  # the draft layers of the model; None: no drafts
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A model opened by its placement.
-
-    Attributes:
-        options: the options, adjusted to the limits of the placement.
-        collective: the connection to processes that make the same calls; None: there are none.
-    """
+    """A model opened by its placement."""
 
     runner: Runner
-    options: EngineOptions
-    collective: Any = None
+    options: EngineOptions  # adjusted to the limits of the placement
+    collective: Any = (
+        None  # the connection to processes that make the same calls; None: there are none
+    )
 
 
 def engine_options(
     *,
-    quantization: Any = None,
     kv_dtype: Any = "auto",
     kv_memory: int | str | None = None,
-    block_size: int = 16,
     max_batch_tokens: int | None = None,
-    max_sequences: int = 256,
-    max_waiting: int | None = None,
-    max_length: int | None = None,
-    prefix_cache: bool = True,
+    num_threads: int | None = None,
+    quantization: Any = None,
     prefix_folder: Any = None,
     prefix_folder_bytes: int | str = DEFAULT_FOLDER_BYTES,
-    num_threads: int | None = None,
-    fused: bool = True,
     device: Device = CPU,
+    **others: Any,
 ) -> EngineOptions:
-    """Validate the options of `LLM` with these names.
+    """Validate the options of `LLM` with the names of its arguments.
 
     Raises:
         InvalidRequest, NotSupported: an option is out of range or not supported.
     """
-    return EngineOptions(
+    options = EngineOptions(
         kv_dtype=None if kv_dtype == "auto" else resolve_kv_dtype(kv_dtype),
         kv_bytes=None if kv_memory is None else memory_bytes(kv_memory, device.total_memory),
-        block_size=integer("block_size", block_size),
-        max_batch_tokens=(
-            _MAX_BATCH_TOKENS
-            if max_batch_tokens is None
-            else integer("max_batch_tokens", max_batch_tokens)
-        ),
-        max_sequences=integer("max_sequences", max_sequences),
-        max_waiting=optional_integer("max_waiting", max_waiting),
-        max_length=optional_integer("max_length", max_length),
-        prefix_cache=switch("prefix_cache", prefix_cache),
-        prefix_folder=_prefix_folder(prefix_folder, prefix_cache),
-        prefix_folder_bytes=budget("prefix_folder_bytes", prefix_folder_bytes),
+        max_batch_tokens=_MAX_BATCH_TOKENS if max_batch_tokens is None else max_batch_tokens,
         num_threads=thread_count(num_threads),
         quantization=resolve_quantization(quantization),
         plan_sets_batch_tokens=max_batch_tokens is None,
-        fused=switch("fused", fused),
+        prefix_folder=None if prefix_folder is None else path("prefix_folder", prefix_folder),
+        prefix_folder_bytes=budget("prefix_folder_bytes", prefix_folder_bytes),
         device=device,
+        **others,
     )
-
-
-def _prefix_folder(value: Any, prefix_cache: bool) -> Path | None:
-    if value is None:
-        return None
-    if not prefix_cache:
-        raise InvalidRequest(f"prefix_folder={value!r}: not supported with prefix_cache=False")
-    return path("prefix_folder", value)
+    check_fields(options, _NUMBERS)
+    if prefix_folder is not None and not options.prefix_cache:
+        raise InvalidRequest(
+            f"prefix_folder={prefix_folder!r}: not supported with prefix_cache=False"
+        )
+    return options
