@@ -239,7 +239,7 @@ class RayHosts(Hosts):
                 name=f"verbatim-{self._name}-{os.urandom(4).hex()}",
                 namespace=_NAMESPACE,
                 runtime_env={"env_vars": {"OMP_WAIT_POLICY": "passive"}},
-            ).remote(self.key, self._name)
+            ).remote(self.key)
             hosts.append(RayHost(actor, nodes[node]))
             self._hosts.append(hosts[-1])
             if model is not None:
@@ -329,21 +329,18 @@ def _clusters(ray: Any) -> dict[str, list[dict[str, Any]]]:
             names[actor.status.remote()] = entry["name"]
     ready = ray.wait([*names], num_returns=len(names), timeout=_STATUS_S)[0] if names else []
     clusters: dict[str, list[dict[str, Any]]] = {}
-    for status, name in names.items():
-        stage: dict[str, Any] = {"cluster": name.split("-")[1], "silent": True}
+    for status, name in sorted(names.items(), key=lambda named: named[1]):
+        stage: dict[str, Any] = {"silent": True}
         if status in ready:
             try:
                 stage = ray.get(status) | {"silent": False}
             except ray.exceptions.RayError:
                 continue  # it has ended meanwhile
-        clusters.setdefault(stage.pop("cluster"), []).append(stage)
-    for stages in clusters.values():  # stages by index, then silent stages, then spares by pid
-        stages.sort(
-            key=lambda s: (
-                s.get("layers", ()) is None,
-                s["silent"],
-                s.get("index", 0),
-                s.get("pid", 0),
-            )
-        )
-    return dict(sorted(clusters.items()))
+        clusters.setdefault(name.split("-")[1], []).append(stage)
+
+    def order(stage: dict[str, Any]) -> tuple[Any, ...]:
+        """Stages by index, then silent stages, then spares by pid."""
+        is_spare = stage.get("layers", ()) is None
+        return is_spare, stage["silent"], stage.get("index", 0), stage.get("pid", 0)
+
+    return {name: sorted(stages, key=order) for name, stages in clusters.items()}

@@ -413,17 +413,12 @@ class StageShare(Served):
 class StageActor(StageShare):
     """A process with one stage, run by Ray as an actor."""
 
-    def __init__(self, key: bytes, name: str) -> None:
+    def __init__(self, key: bytes) -> None:
         import ray
 
         super().__init__()
-        self._name = name
         here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self.listen(key, here, lambda: os._exit(0))
-
-    def status(self) -> Message:
-        """See `StageShare`; adds the name of the cluster, for `verbatim cluster status`."""
-        return {"cluster": self._name, **super().status()}
 
 
 def _close(*links: Link | None) -> None:
