@@ -42,21 +42,13 @@ Recorder = Callable[[Step], Recording]
 
 
 class RecordingLimits(NamedTuple):
-    """Limits on which steps are recorded, and on the memory of the recordings.
+    """Limits on which steps are recorded, and on the memory of the recordings."""
 
-    Attributes:
-        rows: maximum rows of a step; larger steps are compute-bound, and a recording holds all logits.
-        spare_logits: maximum rows without needed logits, as a recording computes the logits of all rows.
-        rounded: whether row counts are rounded up.
-        uses: number of unrecorded steps of a size before it is recorded.
-        nbytes: maximum total bytes; the least recently used recordings are dropped. 0: no limit.
-    """
-
-    rows: int
-    spare_logits: int
-    rounded: bool
-    uses: int
-    nbytes: int
+    rows: int  # of a step; larger steps are compute-bound, and a recording holds all logits
+    spare_logits: int  # rows without needed logits, as a recording computes the logits of all rows
+    rounded: bool  # whether row counts are rounded up
+    uses: int  # number of unrecorded steps of a size before it is recorded
+    nbytes: int  # in total; the least recently used recordings are dropped. 0: no limit
 
 
 ON_GPU = RecordingLimits(rows=256, spare_logits=64, rounded=True, uses=0, nbytes=0)
@@ -78,24 +70,15 @@ def rounded_rows(rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A recorded step. Each replay reads the current contents of `inputs` and `batch.entering`.
+    """A recorded step. Each replay reads the current contents of `inputs` and `batch.entering`."""
 
-    Attributes:
-        batch: the batch of the recording; its per-step tensors are views of `inputs`.
-        inputs: all input tensors packed into one uint8 buffer on the device.
-        host: the staging buffer of `inputs` in RAM.
-        columns: the input tensors as views of `host`.
-        blank: the contents of `host` for a batch of padding rows only.
-        nbytes: bytes of RAM held by the recording.
-    """
-
-    batch: Batch
-    inputs: Tensor
-    host: Tensor
-    columns: list[Tensor]
-    blank: Tensor
+    batch: Batch  # of the recording; its per-step tensors are views of `inputs`
+    inputs: Tensor  # all input tensors packed into one uint8 buffer on the device
+    host: Tensor  # the staging buffer of `inputs` in RAM
+    columns: list[Tensor]  # the input tensors as views of `host`
+    blank: Tensor  # the contents of `host` for a batch of padding rows only
     replay: Step
-    nbytes: int
+    nbytes: int  # of RAM held by the recording
 
 
 def _columns(flat: Tensor, like: list[Tensor]) -> list[Tensor]:

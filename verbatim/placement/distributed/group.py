@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import repeat, zip_longest
 from typing import Any
 
@@ -41,30 +42,26 @@ class StageGone(StageFailed):
     """Some stages have ended, or do not answer."""
 
 
+@dataclass(eq=False)
 class StageHandle:
-    """A stage, and the connection to it.
+    """A stage, and the connection to it."""
 
-    Attributes:
-        first, end: range of its layers.
-        shape: the properties of its part of the model, as reported by the stage.
-        facts: the properties of its process.
-        lost: the reason why it counts as lost; None while it is alive.
-        number: number of the process on its machine, from 0.
-        restarts: how often the process of this stage was replaced.
-    """
+    host: Host
+    link: Link
+    inbox: Inbox
+    name: str = ""  # for error messages; "": described by its layers
+    index: int = -1
+    first: int = 0  # layer
+    end: int = 0  # layer
+    shape: Message = field(default_factory=dict)  # its part of the model, as reported by the stage
+    facts: Message = field(default_factory=dict)  # its process
+    number: int = 0  # of the process on its machine
+    restarts: int = 0  # how often the process of this stage was replaced
+    lost: str | None = None  # the reason why it counts as lost; None while it is alive
+    pinged_at: float | None = None  # send time of an unanswered ping
 
-    def __init__(self, host: Host, link: Link, inbox: Inbox) -> None:
-        self.host = host
-        self.link = link
-        self.name = ""  # for error messages; "": described by its layers
-        self.index = -1
-        self.first = self.end = self.number = 0
-        self.shape: Message = {}
-        self.facts: Message = {}
-        self.restarts = 0
-        self.lost: str | None = None
-        self.pinged_at: float | None = None  # send time of an unanswered ping
-        self._listener = threading.Thread(target=self._listen, args=(inbox,), daemon=True)
+    def __post_init__(self) -> None:
+        self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
     @property
@@ -78,12 +75,12 @@ class StageHandle:
         stage = f"stage {self.index} ({layers})" if self.index >= 0 else self.host.machine
         return f"{self.name or stage}{why}"
 
-    def _listen(self, inbox: Inbox) -> None:
+    def _listen(self) -> None:
         try:
             while True:
-                inbox.put((self, self.link.receive()))
+                self.inbox.put((self, self.link.receive()))
         except VerbatimError as error:
-            inbox.put((self, str(error)))
+            self.inbox.put((self, str(error)))
 
     def send(self, message: Mapping[str, Any] | list[Buffer]) -> None:
         """Send a message; if that fails, mark the stage as lost."""
@@ -128,10 +125,7 @@ class StageGroup:
         self._last_pump = 0.0
 
     def launch(self, count: int, avoid: Iterable[str] = ()) -> list[StageHandle]:
-        """Start processes without layers, and connect to them.
-
-        Args:
-            avoid: machines that must not be used.
+        """Start processes without layers, on machines other than `avoid`, and connect to them.
 
         Raises:
             NoHost: no machine has room.
@@ -278,11 +272,7 @@ class StageGroup:
             self._answers[message["call"]] = message
 
     def close(self, process: int | None = None) -> None:
-        """End all members.
-
-        Args:
-            process: id of the only process in which this has an effect, not in forked children; None: any.
-        """
+        """End all members; no effect in another process than `process`, such as a forked child."""
         if process in (None, os.getpid()):
             for member in self.members:
                 if member.lost is None:  # the rank's program waits for this message

@@ -75,10 +75,9 @@ class Hosts:
         return hosts
 
     def prepare(self, count: int, model: dict[str, Any]) -> None:
-        """Start processes in the background for the next `start`, which inspect the model in advance.
+        """Start processes in the background for the next `start`.
 
-        Args:
-            model: the fields of the `ModelSource`.
+        They inspect the model, given by the fields of its `ModelSource`, in advance.
         """
         missing = count - len(self._prepared)
         with suppress(NoHost):  # then `start` tries again, and reports the error

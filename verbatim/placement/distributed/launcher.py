@@ -41,23 +41,16 @@ def worker_environment() -> dict[str, str]:
 
 
 class WorkerProcess:
-    """A process that a `Launcher` has forked or is about to fork.
-
-    Attributes:
-        pid: process id; None until the process is forked.
-        message: the value sent by `report`; None until then.
-        returncode: exit code as in `subprocess.Popen`; None while the process runs.
-        address: the address at which it listens, if it is a server.
-    """
+    """A process that a `Launcher` has forked or is about to fork."""
 
     machine = HOST
 
     def __init__(self, number: int, launcher: Launcher) -> None:
         self.number = number
-        self.pid: int | None = None
-        self.message: Any = None
-        self.returncode: int | None = None
-        self.address = (HOST, 0)
+        self.pid: int | None = None  # None until the process is forked
+        self.message: Any = None  # the value sent by `report`; None until then
+        self.returncode: int | None = None  # as in `subprocess.Popen`; None while it runs
+        self.address = (HOST, 0)  # at which it listens, if it is a server
         self._launcher = launcher
 
     def wait_for_message(self, deadline: float) -> Any:

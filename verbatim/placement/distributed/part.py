@@ -61,14 +61,6 @@ class Part:
         place: function that reads the weights of this part and its MTP layers into the tiers of a plan;
             None: they are read into memory.
 
-    Attributes:
-        is_first, is_last: whether the part begins with the embedding, and whether it ends with the head.
-        decoder: the decoder of this part.
-        num_parameters: number of held parameters; other parts hold some of them, too.
-        drafts: the draft layers of this part, without their stores.
-        tiers: the tiers of the weights; None: they are in memory.
-        loaded: the module of this part with its weights.
-
     Raises:
         UnsupportedModel: the layers need weights of other parts.
         TierFailed: a file can't be read, or changed since the skeleton was opened.
@@ -94,12 +86,13 @@ class Part:
         self.is_first, self.is_last = first == 0, end == split.num_layers
         self._split = split
         self._ids = torch.empty(0, dtype=torch.int64)  # token ids of the current forward
-        self.tiers: Tiers | None = None
-        self.drafts = DraftLayers()
+        self.tiers: Tiers | None = None  # of the weights; None: they are in memory
+        self.drafts = DraftLayers()  # of this part, without their stores
         mtp = draft if isinstance(draft, Mtp) and self.is_last else None
         exit_ = draft if isinstance(draft, EarlyExit) and self.is_first else None
         lazy_weights, kept = skeleton.lazy_weights, split.running[first:end]
         parameters = split.parameters(first, end, draft)
+        # Other parts hold some of them, too.
         self.num_parameters = sum(p.numel() for p in parameters)
 
         def copied() -> tuple[nn.ModuleList, LoadedModel]:

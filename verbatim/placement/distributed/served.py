@@ -59,10 +59,7 @@ def key_of(loaded: LoadedModel, options: EngineOptions) -> str:
 
 
 def check_keys(keys: Iterable[tuple[str, str]]) -> None:
-    """Check that processes have the same numerics key.
-
-    Args:
-        keys: name and key of each process.
+    """Check that processes, given by name and key, have the same numerics key.
 
     Raises:
         NotSupported: the keys differ, so the results would not be bit-identical.
@@ -106,22 +103,9 @@ class Served:
     Args:
         loaded: the model without its weights, if this process has opened it already.
         source: the source of `loaded`.
-
-    Attributes:
-        calls: names of the methods that a message may call.
-        concurrent: the calls that run in separate threads, concurrently with others.
-        runner: the runner of the share; None until the KV cache is allocated.
-        key: the secret key of all processes.
-        address: the address at which this process listens.
-        messages: messages from the head to the program that contains this share; None: no more follow.
-        device: the device of the computation and its memory.
-        busy_since: start of the current computation; None if there is none, or it waits for another process.
-
-    Raises:
-        VerbatimError: by methods that need a runner, if there is none.
     """
 
-    calls: frozenset[str] = frozenset(
+    calls: frozenset[str] = frozenset(  # names of the methods that a message may call
         {
             *("facts", "use", "open", "allocate", "deliver"),
             *("draft", "read_cache", "write_cache", "sleep", "wake"),
@@ -129,12 +113,13 @@ class Served:
             *("weight_names", "prepare_weights", "drop_weights", "write_weights"),
         }
     )
-    concurrent: frozenset[str] = frozenset()
-    runner: Resident | None = None
-    key: bytes
-    address: Address
+    concurrent: frozenset[str] = frozenset()  # the calls that run in separate threads
+    runner: Resident | None = None  # None until the KV cache is allocated
+    key: bytes  # the secret key of all processes
+    address: Address  # at which this process listens
+    # Start of the current computation; None if there is none, or it waits for another process.
     busy_since: float | None = None
-    device = CPU
+    device = CPU  # of the computation and its memory
     _weights: WeightWriter | None = None
 
     def __init__(
@@ -142,6 +127,7 @@ class Served:
     ) -> None:
         self._loaded, self._loaded_from = loaded, source
         self._inspecting = threading.Lock()  # a spare may still be in `warm`
+        # From the head to the program that contains this share; None: no more follow.
         self.messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards all connections
@@ -158,7 +144,6 @@ class Served:
 
         Args:
             key: the secret key in hexadecimal digits.
-            host: the address at which this process listens.
             model: the fields of a `ModelSource` to inspect in advance; None: no model.
             report: called with the port.
         """
@@ -170,13 +155,7 @@ class Served:
         ended.wait()
 
     def listen(self, key: bytes, host: str, ended: Callable[[], object] = lambda: None) -> None:
-        """Start to serve one head, until the head is gone or `hang_up` is called.
-
-        Args:
-            key: the secret key of all processes.
-            host: the address of this machine.
-            ended: called after the share is closed.
-        """
+        """Serve one head until it is gone, or `hang_up` is called; then close, and call `ended`."""
         self.key, self._ended = key, ended
         self._listener = Listener(key, host, self.accept)
         self.address = host, self._listener.port

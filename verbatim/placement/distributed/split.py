@@ -109,34 +109,19 @@ class _SourceMode(TorchDispatchMode):
 
 @dataclass(slots=True)
 class _Entry:
-    """One call of a layer.
-
-    Attributes:
-        hidden: the input hidden states.
-        of_hidden: the sources of `hidden`.
-        of_others: the sources of all other input tensors.
-        objects: names of the arguments that are neither tensors nor plain values; layers might exchange data
-            through them.
-        direct: whether `hidden` is the unmodified output of the previous layer.
-    """
+    """One call of a layer."""
 
     index: int
-    hidden: Tensor
-    of_hidden: set[Source]
-    of_others: set[Source]
+    hidden: Tensor  # the input hidden states
+    of_hidden: set[Source]  # the sources of `hidden`
+    of_others: set[Source]  # the sources of all other input tensors
+    # Names of arguments through which layers might exchange data: neither tensors nor plain values.
     objects: frozenset[str]
-    direct: bool
+    direct: bool  # whether `hidden` is the unmodified output of the previous layer
 
 
 class _Outline(InspectionContext):
     """A forward of a model with stubs in place of its layers, to trace the computation around them.
-
-    Attributes:
-        entries: the calls of layers, in order.
-        rest: the values after the hidden states in the tuple or list returned by a layer; None if layers
-            return bare hidden states.
-        of_logits: the sources of the logits.
-        vocab_size: width of the logits.
 
     Raises:
         UnsupportedModel: the forward fails, or the layers do not return hidden states.
@@ -145,7 +130,8 @@ class _Outline(InspectionContext):
 
     def __init__(self, module: nn.Module, layers: nn.ModuleList) -> None:
         super().__init__()
-        self.entries: list[_Entry] = []
+        self.entries: list[_Entry] = []  # the calls of layers, in order
+        # The values after the hidden states in the tuple or list returned by a layer; None: no tuple.
         self.rest: tuple[Any, ...] | None = None
         self._inside = False
         self._returned: Any = None  # hidden states returned by the previous layer
@@ -168,7 +154,7 @@ class _Outline(InspectionContext):
             if not takes_positions(inner) and self.needs_positions:
                 self.entries.clear()  # the inspection of a whole model does the same
                 logits, _ = inspect_forward(module, inner, self, positions=True, forwards=forwards)
-            self.of_logits = self._flow.of(logits)
+            self.of_logits = self._flow.of(logits)  # the sources of the logits
         if head is not None:
             self.of_logits |= self._flow.of(list(head.parameters()))
         self.rows, self.vocab_size = logits.shape[:-1], logits.shape[-1]
@@ -231,21 +217,13 @@ def _no_head(vocab_size: int, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """The bytes of a model's layers, and the places where it can be cut.
+    """The bytes of a model's layers, and the places where it can be cut."""
 
-    Attributes:
-        layer_bytes: bytes of the weights of each layer.
-        outside: bytes of additional weights on the first and on the last stage.
-        shared_bytes: bytes of additional weights on every stage.
-        cuts: layers before which the model can be cut.
-        spills: whether stages leave weights on disk that do not fit into memory.
-    """
-
-    layer_bytes: tuple[int, ...]
-    outside: tuple[int, int]
-    shared_bytes: int
-    cuts: tuple[int, ...]
-    spills: bool = False
+    layer_bytes: tuple[int, ...]  # of the weights of each layer
+    outside: tuple[int, int]  # bytes of additional weights on the first and on the last stage
+    shared_bytes: int  # of additional weights on every stage
+    cuts: tuple[int, ...]  # layers before which the model can be cut
+    spills: bool = False  # whether stages leave weights on disk that do not fit into memory
 
     def room(self, memory: float) -> float:
         """Return the maximum bytes of weights on a stage with `memory` bytes."""
@@ -310,23 +288,6 @@ class Split:
     Args:
         skeleton: the model from `open_files`, with placeholders for its weights; unchanged.
 
-    Attributes:
-        layers: the model's list of layers.
-        running: indices in `layers` of the layers that run, in order (nearly always that of the list). All
-            other layer numbers here refer to this order.
-        num_layers: number of layers that run.
-        layer_bytes: bytes of the weights of each layer.
-        cuts: layers before which the model can be cut, ascending, without 0.
-        direct: layers with the unmodified output of the previous layer as their input.
-        before: parameters that compute the first layer's hidden states, such as the embedding.
-        shared: parameters outside of the layers that compute their other inputs; every part needs them.
-        after: parameters that compute logits from the last layer's output, such as final norm and head.
-        rest: the values after the hidden states in the tuple returned by a layer; None if there is no tuple.
-        outer_dims: number of dimensions of hidden states before the batch dimension.
-        hidden_size: numbers per token that one layer passes to the next.
-        hidden_dtype: dtype of the hidden states.
-        vocab_size: width of the logits.
-
     Raises:
         UnsupportedModel: the model can't be cut; the message names the model and the reason.
     """
@@ -342,7 +303,9 @@ class Split:
             if reason is not None:
                 raise UnsupportedModel(reason)
             with exclusive:
-                self.layers, outline = _outline(skeleton.module, inner)
+                self.layers, outline = _outline(
+                    skeleton.module, inner
+                )  # the model's list of layers
             self._describe(outline, inner)
         except UnsupportedModel as reason:
             name = type(inner).__name__
@@ -352,6 +315,7 @@ class Split:
 
     def _describe(self, outline: _Outline, inner: Any) -> None:
         entries = outline.entries
+        # Indices in `layers` of those that run, in order, to which all other layer numbers here refer.
         self.running = [entry.index for entry in entries]
         if not entries or self.running != sorted(set(self.running)):
             raise UnsupportedModel(_ONE_LIST)
@@ -359,21 +323,25 @@ class Split:
         self.vocab_size = outline.vocab_size
         self.num_layers = len(self.running)
         hidden, rows = entries[-1].hidden, outline.rows
-        # The dimension of several residual streams, if any, is before or after those of the rows.
+        # Dimensions before the batch: that of several residual streams, if any, unless it follows the rows.
         outer = [n for n in (hidden.dim() - 3, 0) if n >= 0 and hidden.shape[n : n + 2] == rows]
         if not outer:
             raise UnsupportedModel(f"its layers receive hidden states of shape {hidden.shape}")
         self.outer_dims = outer[0]
-        self.hidden_size = hidden.numel() // rows.numel()
+        self.hidden_size = hidden.numel() // rows.numel()  # numbers per token between two layers
         self.hidden_dtype = hidden.dtype
         self.layer_bytes = [self._nbytes(self.layers[i].parameters()) for i in self.running]
+        # Those that compute the first layer's hidden states, such as the embedding; the other inputs of all
+        # layers, which every part needs; and logits from the last output, such as final norm and head.
         self.before = _parameters(entries[0].of_hidden)
         self.shared = _parameters(
             *(entry.of_others for entry in entries), *(entry.of_hidden for entry in entries[1:])
         )
         self.after = _parameters(outline.of_logits)
         blocked = _blocked_by_objects(entries, inner) | _blocked_by_flows(outline, inner)
+        # Layers with the unmodified output of the previous layer as their input.
         self.direct = {i for i, entry in enumerate(entries) if entry.direct}
+        # Layers before which the model can be cut, ascending, without 0.
         self.cuts = [cut for cut in range(1, self.num_layers) if cut not in blocked]
 
     def parameters(

@@ -37,17 +37,6 @@ class StageLine(StageGroup):
         layout: sizes of the model's layers.
         model: the arguments of `StageShare.open` common to all stages.
         fingerprint: fingerprint of the model's files on this machine.
-
-    Attributes:
-        adapters: the loaded adapters by number; new stages load them when they are opened.
-        blocks: the size of every stage's KV cache: `num_blocks` and `num_states`.
-        epoch: number of the current set of connections, incremented by `connect`.
-        evict: function that evicts all sequences, and returns how many of their tokens were computed.
-        at_rest: function that returns whether no sequence holds K and V.
-        kv_bytes: bytes of the KV cache that was last allocated for each range of layers.
-        recovery_s: seconds that each recovery took.
-        recomputed_tokens: total of the results of `evict`.
-        weights: "files" (as in the checkpoint), "updated" (in memory) or "mixed" (partly updated).
     """
 
     def __init__(
@@ -59,18 +48,19 @@ class StageLine(StageGroup):
         self.cluster = cluster
         self.layout = layout
         self.model = model
-        self.epoch = 0
-        self.adapters: dict[int, Adapter] = {}
-        self.blocks: Message = {}
+        self.epoch = 0  # number of the current set of connections
+        self.adapters: dict[int, Adapter] = {}  # by number; stages load them when they are opened
+        self.blocks: Message = {}  # the size of every stage's KV cache: `num_blocks`, `num_states`
+        # Evicts all sequences, and returns how many of their tokens were computed.
         self.evict: Callable[[], int] = int
-        self.at_rest: Callable[[], bool] = lambda: False
+        self.at_rest: Callable[[], bool] = lambda: False  # whether no sequence holds K and V
         self.num_restarts = 0
-        self.recovery_s: list[float] = []
-        self.recomputed_tokens = 0
-        self.weights = "files"
+        self.recovery_s: list[float] = []  # seconds that each recovery took
+        self.recomputed_tokens = 0  # total of the results of `evict`
+        self.weights = "files"  # as in the checkpoint; "updated" in memory; "mixed": partly updated
         self._fingerprint = fingerprint
         self._connected = False  # every stage has its connections of this epoch
-        self.kv_bytes: dict[Range, int] = {}
+        self.kv_bytes: dict[Range, int] = {}  # last allocated for each range of layers
         self._excluded: set[str] = set()  # machines on which layers could not be opened
         self._next_check = time.monotonic() + _CHECK_INTERVAL_S
 

@@ -51,22 +51,16 @@ _ROW_OFFSET = 64  # of hidden states in their buffer: leaves room for the head, 
 
 
 class StageShare(Served):
-    """The layers of one pipeline stage.
-
-    Attributes:
-        part: the layers; None: none are open.
-        epoch: number of the current set of connections; see `StageLine`.
-        index: position of the stage, from 0.
-    """
+    """The layers of one pipeline stage."""
 
     calls = Served.calls | {"link", "work", "draw", "logits", "record", "spans", "status"}
     concurrent = frozenset({"link"})  # may take seconds
 
     def __init__(self) -> None:
         super().__init__()
-        self.part: Part | None = None
-        self.epoch = 0
-        self.index = 0
+        self.part: Part | None = None  # None: no layers are open
+        self.epoch = 0  # number of the current set of connections; see `StageLine`
+        self.index = 0  # position of the stage
         self._options: EngineOptions
         self._split: Any = None  # the `Split` of the last inspected model
         self._first_of: dict[str, int] = {}
@@ -270,9 +264,9 @@ class StageShare(Served):
             if self.epoch == epoch:
                 self._report_lost(epoch, self.index + 1, error)
 
-    def _report_lost(self, epoch: int, index: int, error: LinkLost | Garbage) -> None:
+    def _report_lost(self, epoch: int, index: int, why: VerbatimError) -> None:
         """Report that the connection from the stage before `index` to that stage is lost."""
-        self.report({"epoch": epoch, "cut_off": index, "why": str(error)})
+        self.report({"epoch": epoch, "cut_off": index, "why": str(why)})
 
     def hang_up(self) -> None:
         super().hang_up()

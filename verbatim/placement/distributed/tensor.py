@@ -49,21 +49,17 @@ class RankShare(Served):
 
     All ranks make the calls that need no answer, so an error caused there by the batch or the model also
     occurs on rank 0, and is not reported.
-
-    Attributes:
-        group: the other ranks, on rank 0; None on these.
-        ranks: the exchange with the other ranks; None before `share`.
-        decoder, draft_layers, placement: the model, its draft layers and its division, set by `share`.
     """
 
     calls = Served.calls | {"sizes", "share", "forward"}
-    group: RankGroup | None = None
-    ranks: Exchange | None = None
+    group: RankGroup | None = None  # the other ranks, on rank 0; None on these
+    ranks: Exchange | None = None  # with the other ranks; None before `share`
     _args: Message
-    _layers: list[LayerShape]  # of this rank's KV store
+    # Set by `share`: the model, its draft layers and its division; the layers of this rank's KV store.
     decoder: Decoder
     draft_layers: DraftLayers
     placement: dict[str, Any]
+    _layers: list[LayerShape]
 
     def call(self, message: Message) -> Any:
         try:
