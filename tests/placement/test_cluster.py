@@ -259,7 +259,7 @@ def test_hung_or_disconnected_stage_is_replaced(
 
         def disturb(host: ThreadHost, batch: Any) -> None:
             link: Any = before[0].stage._next_link
-            behind: Any = before[1].stage._previous_link
+            (behind,) = before[1].stage._incoming.values()
             send_raw = link.send_raw
             if how == "silent":
                 monkeypatch.setattr(host.stage, "_ping", lambda: release.wait(PATIENCE_S))

@@ -66,8 +66,7 @@ class StageShare(Served):
         self._first_of: dict[str, int] = {}
         self._restarts = 0  # how often the process of this stage was replaced
         self._hop_s: float | None = None  # latency of a small message to the next stage
-        self._previous_link: Link | None = None
-        self._previous_epoch = 0
+        self._incoming: dict[int, Link] = {}  # the link from the previous stage, by its epoch
         self._next_link: Link | None = None
         self._computed: dict[int, list[Forward]] = {}  # of the last step; on the last stage
         self._num_frames = self._num_tokens = 0
@@ -199,15 +198,11 @@ class StageShare(Served):
         if who.get("role") != "stage":
             return super().accept(who, link)
         with self._lock:
-            newest = max(self.epoch, self._previous_epoch)
+            newest = max([self.epoch, *self._incoming])
             if who["epoch"] < newest:
                 raise VerbatimError(f"epoch {who['epoch']} is over: this stage is in {newest}")
-            previous, self._previous_link, self._previous_epoch = (
-                self._previous_link,
-                link,
-                who["epoch"],
-            )
-        _close(previous)
+            stale, self._incoming = self._incoming, {who["epoch"]: link}
+        _close(*stale.values())
         return lambda: _echo(link)
 
     def link(
@@ -234,9 +229,9 @@ class StageShare(Served):
                 raise VerbatimError(f"epoch {epoch} is over: this stage is in {self.epoch}")
             self.epoch, self.index, self._restarts, self._hop_s = epoch, index, restarts, None
             stale, self._next_link = [self._next_link], None
-            if self._previous_epoch < epoch:
-                stale.append(self._previous_link)
-                self._previous_link = None
+            if max(self._incoming, default=0) < epoch:
+                stale += self._incoming.values()
+                self._incoming = {}
         _close(*stale)
         if next is None:
             return {}
@@ -270,8 +265,8 @@ class StageShare(Served):
 
     def hang_up(self) -> None:
         super().hang_up()
-        _close(self._previous_link, self._next_link)
-        self._previous_link = self._next_link = None
+        _close(self._next_link, *self._incoming.values())
+        self._next_link, self._incoming = None, {}
 
     # Steps.
 
@@ -285,7 +280,7 @@ class StageShare(Served):
             raise TypeError("work without a Batch")
         with self._lock:
             now, index, link = self.epoch, self.index, self._next_link
-            previous = self._previous_link if self._previous_epoch == epoch else None
+            previous = self._incoming.get(epoch)
         if epoch != now:
             raise VerbatimError(f"epoch {epoch} is over: this stage is in {now}")
         tag, rows = _WORK.pack(epoch, step, part), None
