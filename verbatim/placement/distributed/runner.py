@@ -218,14 +218,10 @@ class Clustered(Runner):
         self, do: str, per_member: list[Message] | None = None, **fields: Any
     ) -> list[Any] | None:
         """Call every stage; return None if one is lost: its replacement lacks the cached contents."""
-        try:
-            return (
-                self.group.call(do, per_member=per_member, **fields)
-                if self.group.in_order
-                else None
-            )
-        except StageGone:
-            return None
+        with suppress(StageGone):
+            if self.group.in_order:
+                return self.group.call(do, per_member=per_member, **fields)
+        return None
 
     def rebalance(self) -> list[tuple[int, int]]:
         """Reassign the layers to stages by the measured speed of each stage; sessions continue.
@@ -258,37 +254,33 @@ class Clustered(Runner):
         """See `Runner`. If a stage is lost later, its new weights are lost, and must be sent again."""
         if self._asleep:
             raise VerbatimError("the weights are asleep; call wake() before they are updated")
-        new = NewWeights(self._targets, tensors, check_finite=check_finite)
-        self._send_weights(new, "packed")
+        group, new = self.group, NewWeights(self._targets, tensors, check_finite=check_finite)
 
-        def write() -> None:
-            self.group.weights = "mixed"
-            self._send_weights(new, "exact")
-            self.group.weights = "updated"
-
-        return write
-
-    def _send_weights(self, new: NewWeights, last: str) -> None:
-        """Send the new weights that stages quantize; with `last="exact"`, also all others, and write all."""
-        group, send_packed = self.group, last == "packed"
-
-        def send() -> None:
-            nonlocal send_packed
+        def prepare() -> list[Message]:
+            """Send the new weights that stages quantize, and return the names of all."""
             try:
                 names = group.call("weight_names", patient=True)
-                if send_packed:
-                    group.send_weights("prepare_weights", new, [n["packed"] for n in names])
-                if last == "exact":
-                    answers = group.send_weights("write_weights", new, [n["exact"] for n in names])
-                    for member, answer in zip(group.members, answers, strict=True):
-                        member.shape.update(answer)
+                group.send_weights("prepare_weights", new, [n["packed"] for n in names])
             except StageGone:
-                send_packed = True
                 if group.weights == "updated":  # the replacement will read the files
                     group.weights = "mixed"
                 raise
+            return names
 
-        self._retry(send)
+        prepared = [self._retry(prepare)]
+
+        def send() -> None:
+            names = prepared.pop() if prepared else prepare()  # a replacement has prepared nothing
+            answers = group.send_weights("write_weights", new, [n["exact"] for n in names])
+            for member, answer in zip(group.members, answers, strict=True):
+                member.shape.update(answer)
+
+        def write() -> None:
+            group.weights = "mixed"
+            self._retry(send)
+            group.weights = "updated"
+
+        return write
 
     def load_adapter(self, adapter: Adapter) -> None:
         """See `Runner`. Later replacements of stages load the adapter, too."""
