@@ -252,31 +252,25 @@ class LayerSizes:
         cuts = [cut for cut in sorted(set(self.cuts)) if first < cut < end]
         pairs = itertools.combinations([first, *cuts, end], 2)
         sizes = {(begin, stop): self.bytes_of(begin, stop) for begin, stop in pairs}
-        # For each stage, by the end of its layers: the time of the slowest stage so far, and their begin.
-        best: list[dict[int, tuple[float, int]]] = [{first: (0.0, 0)}]
+        # By the end of the stages so far: the time of the slowest of them, and their ranges.
+        best: dict[int, tuple[float, list[Range]]] = {first: (0.0, [])}
         for available, pace in zip(room, speed, strict=True):
-            reached: dict[int, tuple[float, int]] = {}
-            for begin, (slowest, _) in best[-1].items():
-                for stop in [*cuts, end]:
-                    size = sizes.get((begin, stop))
-                    if size is not None and size <= available:
-                        time = max(slowest, (size - self.shared_bytes) / pace)
-                        if time < reached.get(stop, (math.inf, 0))[0]:
-                            reached[stop] = time, begin
-            best.append(reached)
-        if end not in best[-1]:
-            needed = self.bytes_of(first, end) - self.shared_bytes
-            free = [int(available - self.shared_bytes) for available in room]
-            raise OutOfBlocks(
-                f"{end - first} layers of {needed} bytes in total, with {len(cuts)} places to "
-                f"cut, can't be divided over {len(room)} stages with room for {free} bytes"
-            )
-        ranges = []
-        for reached in best[:0:-1]:
-            begin = reached[end][1]
-            ranges.append((begin, end))
-            end = begin
-        return ranges[::-1]
+            reached: dict[int, tuple[float, list[Range]]] = {}
+            for (begin, stop), size in sizes.items():
+                if begin in best and size <= available:
+                    slowest, ranges = best[begin]
+                    time = max(slowest, (size - self.shared_bytes) / pace)
+                    if stop not in reached or time < reached[stop][0]:
+                        reached[stop] = time, [*ranges, (begin, stop)]
+            best = reached
+        if end in best:
+            return best[end][1]
+        needed = self.bytes_of(first, end) - self.shared_bytes
+        free = [int(available - self.shared_bytes) for available in room]
+        raise OutOfBlocks(
+            f"{end - first} layers of {needed} bytes in total, with {len(cuts)} places to "
+            f"cut, can't be divided over {len(room)} stages with room for {free} bytes"
+        )
 
 
 class Split:
