@@ -74,23 +74,21 @@ def check_keys(keys: Iterable[tuple[str, str]]) -> None:
             )
 
 
-def describe_draft(draft: Mtp | EarlyExit | None) -> Message | None:
-    """Return the draft options as plain data; raise NotSupported if the layers are only in memory here."""
-    if isinstance(draft, Mtp):
-        if draft.model is not None and draft.beside is None:
-            raise NotSupported(
-                "draft=Mtp(model=...): other processes draft, and read the layers from files: name "
-                "their folder"
-            )
-        return {"mtp": True, "beside": draft.beside and str(draft.beside)}
-    return None if draft is None else {"mtp": False, "layers": draft.layers}
+def describe_draft(draft: Mtp | EarlyExit | None) -> Message | EarlyExit | None:
+    """Return the draft options for a message; raise NotSupported if the layers are only in memory here."""
+    if not isinstance(draft, Mtp):
+        return draft
+    if draft.model is not None and draft.beside is None:
+        raise NotSupported(
+            "draft=Mtp(model=...): other processes draft, and read the layers from files: name "
+            "their folder"
+        )
+    return {"model": draft.beside}  # not an `Mtp`, which can't be made where its folder is missing
 
 
-def draft_of(described: Message | None) -> Mtp | EarlyExit | None:
+def draft_of(described: Message | EarlyExit | None) -> Mtp | EarlyExit | None:
     """Return the draft options from the result of `describe_draft`."""
-    if described is None:
-        return None
-    return Mtp(described["beside"]) if described["mtp"] else EarlyExit(described["layers"])
+    return Mtp(**described) if isinstance(described, dict) else described
 
 
 class Skipped(Exception):

@@ -11,7 +11,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from verbatim.kernels.packing import Packing
 from verbatim.kv.states import StateShape
 from verbatim.kv.store import LayerShape
 from verbatim.model.device import Device
+from verbatim.model.early_exit import EarlyExit
 from verbatim.model.loader import ModelSource
 from verbatim.options import SENT_DTYPES
 from verbatim.params import SamplingParams
@@ -49,7 +50,6 @@ _MAX_HEADER = 1 << 28
 _MAX_ARRAYS = 1 << 38
 # Keys that mark values of types that JSON lacks; no other key begins with a null character.
 _ARRAY, _DTYPE, _TUPLE, _PAIRS = "\0array", "\0dtype", "\0tuple", "\0pairs"
-_DEVICE = "\0device"  # a torch.device, by name
 _IDS = "\0ids"  # a long list of integers, as a tensor
 _OBJECT, _REFERENCE = "\0object", "\0same"  # an object of `FIELDS`; a reference to an earlier one
 _LONG_LIST = 64  # longer lists of integers are sent as tensors
@@ -76,19 +76,18 @@ _SAMPLER_FIELDS = (
 _HEAD_OPTIONS = {"quantization", "fused", "prefix_folder", "prefix_folder_bytes"}
 # Classes with all fields sent.
 _COMPLETE: tuple[Any, ...] = (
-    *(Adapter, LowRank, Batch, SamplePlan, SampleRow, IdValues, Candidates),
+    *(Adapter, LowRank, Batch, SamplePlan, SampleRow, IdValues, Candidates, Support, Draw),
     *(Choices, LayerShape, StateShape, Result, Completion, Metrics, DraftStats),
-    *(ModelSource, Offload, Device),
+    *(ModelSource, Offload, Device, EarlyExit),
 )
 
 # The sent fields of each class, which are the arguments of its constructor.
 FIELDS: dict[type, tuple[str, ...]] = {
-    **{kind: tuple(field.name for field in fields(kind)) for kind in _COMPLETE},
-    Support: Support._fields,
-    Draw: Draw._fields,
+    **{kind: tuple(signature(kind).parameters) for kind in _COMPLETE},
     SamplingParams: _SAMPLER_FIELDS,
-    EngineOptions: tuple(f.name for f in fields(EngineOptions) if f.name not in _HEAD_OPTIONS),
+    EngineOptions: tuple(n for n in signature(EngineOptions).parameters if n not in _HEAD_OPTIONS),
     FinishReason: ("value",),
+    torch.device: ("type", "index"),
 }
 _KINDS = {kind.__name__: kind for kind in FIELDS}
 
@@ -177,8 +176,6 @@ class _Writer:
             return value
         if isinstance(value, torch.dtype | Packing):
             return {_DTYPE: DTYPE_NAMES[value]}
-        if isinstance(value, torch.device):
-            return {_DEVICE: str(value)}
         raise TypeError(f"{type(value).__name__} is not plain data")
 
     def _object(self, value: Any) -> Any:
@@ -200,7 +197,6 @@ class _Reader:
         self._converters: dict[str, Callable[[Any], Any]] = {
             _ARRAY: lambda entry: self._array(*entry),
             _DTYPE: _DTYPES.__getitem__,
-            _DEVICE: torch.device,
             _TUPLE: tuple,
             _PAIRS: dict,
             _IDS: Tensor.tolist,
