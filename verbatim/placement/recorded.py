@@ -95,15 +95,7 @@ def _aligned(nbytes: int) -> int:
 
 
 class RecordedSteps:
-    """The recorded steps of one decoder, run in place of `Decoder.run`.
-
-    Args:
-        recorder: `cuda_recorder(device)` or `record_on_cpu`.
-        limits: `ON_GPU` or `ON_CPU`.
-
-    Attributes:
-        reason: the reason why steps are no longer recorded; None while they are.
-    """
+    """The recorded steps of one decoder, run in place of `Decoder.run`."""
 
     def __init__(self, recorder: Recorder, limits: RecordingLimits = ON_GPU) -> None:
         self._recorder, self._limits = recorder, limits
@@ -111,7 +103,7 @@ class RecordedSteps:
         self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
         self._weights: list[Tensor] = []
         self._pointers: list[int] = []
-        self.reason: str | None = None
+        self.reason: str | None = None  # why steps are no longer recorded; None while they are
 
     def run(
         self,

@@ -57,16 +57,12 @@ def open_cluster(model: OpenRequest, cluster: Cluster) -> Placed:
     """
     loaded, source, options, limit, draft = model
     with ExitStack() as undo:
-        if cluster.hosts is not None:
-            undo.callback(cluster.hosts.close)
+        hosts: Any = _hosts(cluster.address) if cluster.hosts is None else cluster.hosts
+        undo.callback(hosts.close)
         split = Split(loaded)
         draft_fields = describe_draft(draft)
         layout = split.sizes(draft, spills=cluster.offload is not None)
         _check(cluster, layout)
-        hosts: Any = cluster.hosts
-        if hosts is None:
-            hosts = _hosts(cluster.address)
-            undo.callback(hosts.close)
         arguments: Message = {
             "source": source,
             "options": options,
@@ -288,18 +284,17 @@ def _open_shares(group: RankGroup, model: OpenRequest, choice: TensorParallel) -
     share.group = group
     with meeting_place(size) as order["meeting"], ExitStack() as undo:
         undo.callback(share.close)
-        key = share.open(**order, rank=0)["key"]
-        others = group.call("open", per_member=[{"rank": rank} for rank in range(1, size)], **order)
-        keys = [key, *(answer["key"] for answer in others)]
+        keys = [share.open(**order, rank=0)]
+        keys += group.call("open", per_member=[{"rank": rank} for rank in range(1, size)], **order)
         check_keys((f"rank {rank}", key) for rank, key in enumerate(keys))
         group.call_all("share", share.share)
         sizes = [share.sizes(), *group.call("sizes")]
         shares = [(each["device"], each) for each in sizes]
         _, blocks, num_states = kv_sizes(options, limit, shares)
-        other_memory = group.call("allocate", num_blocks=blocks, num_states=num_states)
-        own_memory = share.allocate(blocks, num_states)
+        memory = [share.allocate(blocks, num_states)]
+        memory += group.call("allocate", num_blocks=blocks, num_states=num_states)
         runner = cast(LeadingRank, share.runner)
-        runner.memory = [own_memory, *other_memory]
+        runner.memory = memory
         runner.forward(dummy_batch())  # so that problems between ranks show now
         runner.num_forwards = 0
         undo.pop_all()

@@ -129,9 +129,7 @@ def describe_runner(runner: Runner) -> dict[str, Any]:
 class FollowingRunner:
     """A `Runner` for admission only: it checks requests as rank 0 does, which runs them.
 
-    Args:
-        rank: the connection of this rank.
-        properties: the result of `describe_runner` on rank 0.
+    `properties` is the result of `describe_runner` there.
     """
 
     num_forwards = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,7 +19,6 @@ from verbatim.batch import Adapter, Batch, SamplePlan
 from verbatim.common.heap import release_free_memory
 from verbatim.common.shield import Shield
 from verbatim.errors import StageFailed, TierFailed, VerbatimError, first_line
-from verbatim.kv.store import LayerShape
 from verbatim.model.context import head_of
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
@@ -55,11 +54,10 @@ class RankShare(Served):
     group: RankGroup | None = None  # the other ranks, on rank 0; None on these
     ranks: Exchange | None = None  # with the other ranks; None before `share`
     _args: Message
-    # Set by `share`: the model, its draft layers and its division; the layers of this rank's KV store.
+    # Set by `share`: the model, its draft layers and its division.
     decoder: Decoder
     draft_layers: DraftLayers
     placement: dict[str, Any]
-    _layers: list[LayerShape]
 
     def call(self, message: Message) -> Any:
         try:
@@ -72,7 +70,7 @@ class RankShare(Served):
                 return None
             raise
 
-    def open(self, **args: Any) -> Message:
+    def open(self, **args: Any) -> str:
         """Inspect the model, and return its numerics key.
 
         Args:
@@ -82,14 +80,13 @@ class RankShare(Served):
         self.use(args["options"].device, args["rank"])
         options = replace(args["options"], device=self.device)
         self._args = {**args, "options": options}
-        return {"key": key_of(self.skeleton(args["source"]), options)}
+        return key_of(self.skeleton(args["source"]), options)
 
     def share(self) -> None:
         """Read this rank's share of the weights, and inspect the model, on all ranks at the same time.
 
         Raises:
             UnsupportedModel: the model can't run flat batches; raised on all ranks.
-            NotSupported: the attention heads can't be split over this number of ranks.
             TierFailed: a file can't be read, or another rank is gone.
         """
         args, loaded, rank, size = self._args, self._loaded, self._args["rank"], self._args["size"]
@@ -105,16 +102,19 @@ class RankShare(Served):
                 fused=False,  # matrix products are split over ranks
                 batch_invariant=device.batch_invariant,
             )
-            spec = decoder.spec
-            self._layers = own_layers(spec.layers, spec.query_heads, rank, size)
             self.draft_layers = open_draft_layers(draft_of(args["draft"]), decoder, loaded)
 
     def sizes(self) -> Message:
-        """Return the free memory after `share`, and the bytes of a token and of a slot of states here."""
-        spec, options = self.decoder.spec, self._args["options"]
+        """Return the free memory after `share`, and the bytes of a token and of a slot of states here.
+
+        Raises:
+            NotSupported: the attention heads can't be split over this number of ranks.
+        """
+        spec, args = self.decoder.spec, self._args
+        layers = own_layers(spec.layers, spec.query_heads, args["rank"], args["size"])
         return {
             **self.memory(),
-            "token_bytes": options.token_bytes(spec, self.draft_layers, self._layers),
+            "token_bytes": args["options"].token_bytes(spec, self.draft_layers, layers),
             "state_bytes": sum(state.nbytes for state in spec.states),
         }
 
@@ -191,15 +191,11 @@ class RankGroup(StageGroup):
             raise TierFailed(f"rank 0 of {self.size}: {text}") from error
 
     def call(
-        self,
-        do: str,
-        members: list[StageHandle] | None = None,
-        per_member: Iterable[Message] | None = None,
-        **fields: Any,
+        self, do: str, members: list[StageHandle] | None = None, *args: Any, **fields: Any
     ) -> list[Any]:
         """See `StageGroup`. There is no time limit; raises TierFailed if one of all ranks is gone."""
         try:
-            return super().call(do, members, per_member, **{**fields, "patient": True})
+            return super().call(do, members, *args, **{**fields, "patient": True})
         except StageGone as error:
             if members is not None:  # not all are started
                 raise
@@ -227,23 +223,14 @@ class RankGroup(StageGroup):
 
 
 class LeadingRank(Resident):
-    """The runner of rank 0: makes each call on its own share and on the other ranks.
-
-    Args:
-        group: the other ranks.
-        ranks: the exchange of tensors between all ranks.
-        parts: the arguments of `Resident`.
-
-    Attributes:
-        memory: the result of `RankShare.allocate` of each rank.
-    """
+    """The runner of rank 0: makes each call on its own share and on the other ranks (`group`)."""
 
     def __init__(self, group: RankGroup, ranks: Exchange, *parts: Any) -> None:
         super().__init__(*parts)
         self.group, self.ranks = group, ranks
         # Runs at the latest when this object is freed, so its arguments must not refer to it.
         self._finalizer = weakref.finalize(self, group.close, os.getpid())
-        self.memory: list[dict[str, Any]] = []
+        self.memory: list[dict[str, Any]] = []  # results of `RankShare.allocate`, by rank
 
     def forward(self, batch: Batch) -> Forward:
         return self._call_all("forward", super().forward, batch=batch)
