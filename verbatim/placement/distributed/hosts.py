@@ -31,7 +31,6 @@ class Hosts:
     """A source of `Host` processes.
 
     Args:
-        key: the cluster's secret key.
         prepared: existing processes, such as ranks started by the user; `start` uses them first.
     """
 

@@ -180,7 +180,6 @@ class RayHosts(Hosts):
 
     Args:
         address: address of the Ray cluster. None: the one this process is connected to, or `RAY_ADDRESS`.
-        key: the secret key of the stages.
         name: name of this set of stages, shown by `verbatim cluster status`.
 
     Raises:
@@ -208,22 +207,17 @@ class RayHosts(Hosts):
 
     def _wait(self, host: RayHost, deadline: float) -> None:
         try:
-            while True:
-                remaining = max(0.1, deadline - time.monotonic())
-                try:
-                    status = self._ray.get(host.status_ref, timeout=min(remaining, _CHECK_S))
-                    break
-                except self._ray.exceptions.GetTimeoutError:
-                    if time.monotonic() >= deadline or not self.reachable(host):
-                        raise
-                    self._check_head()
-            host.address = status["address"]
-            if not answers(host.address):
-                raise NoHost(f"{host.machine}: the process has ended")
+            while not self._ray.wait([host.status_ref], timeout=_CHECK_S)[0]:
+                if time.monotonic() >= deadline or not self.reachable(host):
+                    raise TimeoutError("no answer in time")
+                self._check_head()
+            host.address = self._ray.get(host.status_ref)["address"]
         except NoHost:
             raise
         except Exception as error:  # Ray raises many kinds of errors if an actor is gone
             raise NoHost(f"{host.machine}: no process started: {first_line(error)}") from None
+        if not answers(host.address):
+            raise NoHost(f"{host.machine}: the process has ended")
 
     def _create(self, count: int, avoid: set[str], model: dict[str, Any] | None) -> list[RayHost]:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
