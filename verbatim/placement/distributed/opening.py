@@ -234,12 +234,7 @@ def open_pipeline_parallel(model: OpenRequest, choice: PipelineParallel) -> Plac
     share = StageShare()
     share.listen(key, HOST)
     hosts = Hosts(key, [*other_ranks(world, key), RankHost(0, share.address, key)])
-    ranks = replace(cluster, hosts=hosts, spares=0)
-    try:
-        placed = open_cluster(model, ranks)
-    except BaseException:
-        hosts.close()
-        raise
+    placed = open_cluster(model, replace(cluster, hosts=hosts, spares=0))
     return _with_followers(placed, cast(Clustered, placed.runner).group.members[:-1])
 
 
