@@ -40,15 +40,9 @@ class Resident(Runner):
     """Runs the decoder and the sampler in this process.
 
     Args:
-        decoder: the decoder of the model.
-        store: the KV store.
         num_threads: threads of torch's pool during a forward or a draw; None: torch's setting.
         draft_layers: the model's draft layers, with their stores open.
         loaded: the loaded model, with its checkpoint and report on quantization.
-
-    Attributes:
-        records: stores of the recorded choices, by `params.CHOICES`, with the block numbers of `store`.
-        stores: the stores that `sleep` frees: K and V, states, and those of draft layers. Records stay.
     """
 
     _record_after_wake = False
@@ -74,6 +68,7 @@ class Resident(Runner):
         self.draft_layers = draft_layers or DraftLayers()
         self.draft_info = self.draft_layers.info()
         states = [] if store.states is None else [store.states]
+        # Those that `sleep` frees; records stay.
         self.stores: list[BlockStore] = [store, *states, *self.draft_layers.stores]
         self.vocab_size = decoder.spec.vocab_size
         self.block_size = store.block_size
@@ -82,6 +77,7 @@ class Resident(Runner):
         self.num_forwards = 0
         spec = decoder.spec
         self.hidden_reason = spec.hidden_reason
+        # The recorded choices, by `params.CHOICES`, with the block numbers of `store`.
         self.records = open_records(spec.choices, store.num_blocks, store.block_size)
         self._num_threads = num_threads
         self._device = Device(store.device, store.batch_invariant)
@@ -266,8 +262,7 @@ class Resident(Runner):
 def open_decoder(loaded: LoadedModel, options: EngineOptions, *, weak: bool = False) -> Decoder:
     """Return the decoder of a model, which is first moved to its device unless it is live.
 
-    Args:
-        weak: whether the decoder holds only a weak reference to the module.
+    With `weak`, the decoder holds only a weak reference to the module.
     """
     device = options.device
     if device.is_gpu and not loaded.live:
@@ -320,11 +315,7 @@ def open_store(
     num_states: int,
     make: Callable[..., Any] = KVStore,
 ) -> Any:
-    """Allocate K and V, recurrent states, and the stores of draft layers.
-
-    Args:
-        make: creates the KV store; called with the arguments of `KVStore`.
-    """
+    """Allocate K and V with `make`, recurrent states, and the stores of draft layers."""
     dtype, device = options.kv_dtype or spec.dtype, options.device.torch
     drafts.open_stores(num_blocks, options.block_size, dtype)
     states = StateStore(spec.states, num_states, device) if spec.states else None

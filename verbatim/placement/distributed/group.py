@@ -106,7 +106,6 @@ class StageGroup:
     """Processes that serve shares of one model: all stages, or all ranks but the first.
 
     Args:
-        hosts: the source of the processes.
         patience_s: seconds without an answer to a ping after which a member is lost.
         step_timeout_s: seconds of computation for one call after which a member is lost.
     """

@@ -202,8 +202,6 @@ class Listener:
     """Listens for the other processes of a cluster.
 
     Args:
-        key: the cluster's secret key.
-        host: the address to listen on.
         accept: called in a separate thread with the caller's description (`who` of `connect`) and the link.
             Returns a function that serves the link after the welcome; any error refuses the caller.
     """

@@ -36,7 +36,7 @@ from verbatim.placement.distributed.runner import Clustered
 from verbatim.placement.distributed.served import Served, check_keys, describe_draft
 from verbatim.placement.distributed.split import LayerSizes, Split
 from verbatim.placement.distributed.stage_line import StageLine
-from verbatim.placement.distributed.stage_share import LIMITS, StageShare
+from verbatim.placement.distributed.stage_share import StageShare
 from verbatim.placement.distributed.tensor import LeadingRank, RankGroup, RankShare
 from verbatim.placement.distributed.wire import Message
 from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, OpenRequest, Placed
@@ -189,10 +189,11 @@ def _joined_limits(
     options: EngineOptions, limits: Sequence[Message]
 ) -> tuple[EngineOptions, int, int]:
     """Return the options, blocks and state slots that fit on all stages."""
-    lowest: Message = {name: min(stage[name] for stage in limits) for name in LIMITS}
-    states = [stage["num_states"] for stage in limits if stage["num_states"] is not None]
-    blocks = min(stage["num_blocks"] for stage in limits)
-    return replace(options, **lowest), blocks, min(states, default=0)
+    lowest: Message = {}
+    for name, limit in itertools.chain(*(stage.items() for stage in limits)):
+        lowest[name] = min(limit, lowest.get(name, limit))
+    blocks, states = lowest.pop("num_blocks"), lowest.pop("num_states", 0)
+    return replace(options, **lowest), blocks, states
 
 
 def open_tensor_parallel(model: OpenRequest, choice: TensorParallel) -> Placed:

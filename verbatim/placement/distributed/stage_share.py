@@ -6,9 +6,11 @@ Work and hidden states are tagged with their epoch, step and micro-batch; those 
 from __future__ import annotations
 
 import os
+import statistics
 import struct
 import threading
 import time
+import timeit
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,7 +41,7 @@ from verbatim.placement.resident import Resident, open_store
 from verbatim.protocols import Forward
 from verbatim.weights.identity import fingerprint
 
-LIMITS = ("max_sequences", "max_batch_tokens", "prompt_rows")  # options that a plan may lower
+_LIMITS = ("max_sequences", "max_batch_tokens", "prompt_rows")  # options that a plan may lower
 _ECHOES = 3  # round trips to measure the latency of a new connection
 _SPANS = 4096  # maximum length of `spans`, which is for benchmarks
 _RECENT_S = 10.0  # period over which `tokens_per_s` is averaged
@@ -271,11 +273,7 @@ class StageShare(Served):
     # Steps.
 
     def work(self, epoch: int, step: int, part: int, batch: Batch) -> None:
-        """Run a micro-batch, and send its hidden states to the next stage; the last one stores its logits.
-
-        Args:
-            part: number of the micro-batch in the step.
-        """
+        """Run micro-batch `part` of a step, and send its hidden states on; the last stage keeps logits."""
         if not isinstance(batch, Batch):
             raise TypeError("work without a Batch")
         with self._lock:
@@ -355,10 +353,9 @@ class StageShare(Served):
             self._report_lost(_WORK.unpack(tag)[0], self.index + 1, error)
 
     def run(self, batch: Batch, hidden: Tensor | None) -> Forward:
-        """Run one micro-batch; return its output, with hidden states for the next stage in place of logits.
+        """Run one micro-batch on hidden states `[T, H]` from the previous stage; None: on the first one.
 
-        Args:
-            hidden: hidden states `[T, H]` from the previous stage; None on the first stage.
+        The hidden states for the next stage are in place of logits.
         """
         part, runner = self._opened(), self.running
 
@@ -429,13 +426,12 @@ def _echo(link: Link) -> None:
 
 def _half_round_trip(link: Link) -> float:
     """Return the one-way latency of a small message in seconds, the best of a few. The link must be idle."""
-    best = float("inf")
-    for _ in range(_ECHOES):
-        begin = time.perf_counter()
+
+    def round_trip() -> None:
         link.send({})
         link.receive()
-        best = min(best, time.perf_counter() - begin)
-    return best / 2
+
+    return min(timeit.repeat(round_trip, number=1, repeat=_ECHOES)) / 2
 
 
 def _tiers_of(message: Message, share: float, loaded: LoadedModel, draft: Mtp | None) -> Tiers:
@@ -445,7 +441,6 @@ def _tiers_of(message: Message, share: float, loaded: LoadedModel, draft: Mtp | 
         message: the arguments of `StageShare.open`, with this stage's `memory` and `kv_bytes` (None if its KV
             cache was never allocated).
         share: the stage's fraction of the model's layers.
-        loaded: the model with the weights of these layers.
         draft: MTP layers to read with them.
     """
     offload, options, kv_bytes = message["offload"], message["options"], message["kv_bytes"]
@@ -461,22 +456,18 @@ def _tiers_of(message: Message, share: float, loaded: LoadedModel, draft: Mtp | 
 
 
 def _limits_of(tiers: Tiers, spec: ModelSpec, drafts: DraftLayers) -> Message:
-    """Return the limits of a stage's plan: blocks, states, and the options in `LIMITS`."""
+    """Return the limits of a stage's plan: blocks, states if there are any, and the options in `_LIMITS`."""
     blocks, states = tiers.num_blocks(spec, drafts)
-    return {
-        "num_blocks": blocks,
-        "num_states": states if spec.states else None,
-        **{name: getattr(tiers.options, name) for name in LIMITS},
-    }
+    limits = {name: getattr(tiers.options, name) for name in _LIMITS}
+    return {**limits, "num_blocks": blocks, **({"num_states": states} if spec.states else {})}
 
 
 def _bytes_per_second(device: Device) -> float:
     """Measure the read bandwidth of a device's memory in bytes/s, as the median of five runs."""
     block = torch.ones(1 << 22, device=device.torch)
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
+
+    def read() -> None:
         block.sum()
         device.synchronize()
-        times.append(time.perf_counter() - begin)
-    return block.nbytes / sorted(times)[2]
+
+    return block.nbytes / statistics.median(timeit.repeat(read, number=1, repeat=5))

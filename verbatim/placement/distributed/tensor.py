@@ -166,12 +166,7 @@ class RankGroup(StageGroup):
                 member.name += f": process {member.host.pid}"
 
     def call_all(self, do: str, work: Callable[..., _T], **fields: Any) -> _T:
-        """Make a call on all ranks, and return this rank's result.
-
-        Args:
-            do: the call on the other ranks, which do not answer it.
-            work: the call on this rank.
-            fields: the arguments of both.
+        """Make a call on all ranks: `work` on this one; return its result, as the others do not answer.
 
         Raises:
             TierFailed: a rank is gone, or failed alone; the message names it.
