@@ -341,21 +341,15 @@ class Split:
     def parameters(
         self, first: int, end: int, draft: Mtp | EarlyExit | None = None
     ) -> list[nn.Parameter]:
-        """Return the parameters of the skeleton that a part needs, draft layers included, tied ones once."""
-        needed = self._outside(draft, is_first=first == 0, is_last=end == self.num_layers)
-        for index in self.running[first:end]:
-            needed |= set(self.layers[index].parameters())
-        return [p for p in self.skeleton.module.parameters() if p in needed]
-
-    def _outside(
-        self, draft: Mtp | EarlyExit | None, *, is_first: bool = False, is_last: bool = False
-    ) -> set[nn.Parameter]:
-        """Return the parameters outside of the layers that a part needs.
+        """Return the parameters of the skeleton that a part needs, tied ones once.
 
         MTP layers run on the last part, and need the embedding; early exit runs on the first part, and needs
         the final norm and head.
         """
+        is_first, is_last = first == 0, end == self.num_layers
         needed = set(self.shared)
+        for index in self.running[first:end]:
+            needed |= set(self.layers[index].parameters())
         if is_first:
             needed |= self.before
         if is_last or (is_first and isinstance(draft, EarlyExit)):
@@ -363,7 +357,7 @@ class Split:
         if is_last and isinstance(draft, Mtp):
             inner: Any = inner_model(self.skeleton.module)
             needed |= set(inner.get_input_embeddings().parameters())
-        return needed
+        return [p for p in self.skeleton.module.parameters() if p in needed]
 
     def layer_output(self, hidden: Tensor) -> Any:
         """Return the output of a layer that leaves the hidden states unchanged."""
@@ -379,9 +373,9 @@ class Split:
 
     def sizes(self, draft: Mtp | EarlyExit | None = None, *, spills: bool = False) -> LayerSizes:
         """Return the bytes of the layers and of all other weights, with those of MTP layers."""
-        shared = self._nbytes(self.shared)
-        first = self._nbytes(self._outside(draft, is_first=True)) - shared
-        last = self._nbytes(self._outside(draft, is_last=True)) - shared
+        shared, end = self._nbytes(self.shared), self.num_layers
+        first = self._nbytes(self.parameters(0, 0, draft)) - shared
+        last = self._nbytes(self.parameters(end, end, draft)) - shared
         if isinstance(draft, Mtp):
             assert self.skeleton.folder is not None
             inner = inner_model(self.skeleton.module)
