@@ -5,7 +5,6 @@ Pieces must be context-free, except at the beginning of a text.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -54,8 +53,7 @@ class Vocabulary:
                 if decode([piece]) != text:
                     self.never_first.append(i)
         self._special = frozenset(self.special_token_ids)
-        if not tokenizer.is_byte_level:
-            self._backend = _without_prefix(self._backend)
+        self._backend = tokenizer.without_prefix or self._backend
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Encode `text` as within a completion; greedily by longest pieces if that does not round-trip."""
@@ -90,22 +88,3 @@ def _backend(tokenizer: Tokenizer) -> Backend:
             f"SentencePiece); {name} {how}"
         )
     return backend
-
-
-def _without_prefix(backend: Backend) -> Backend:
-    """Return a copy without prefix space, truncation and padding."""
-
-    def without_prepend(step: Any) -> Any:
-        if not isinstance(step, dict):
-            return step
-        for key in ("normalizers", "pretokenizers"):
-            if key in step:
-                parts = [without_prepend(part) for part in step[key]]
-                step = step | {key: [part for part in parts if part is not None]}
-        if step["type"] == "Prepend":
-            return None
-        return step | {"prepend_scheme": "never"} if step["type"] == "Metaspace" else step
-
-    parts = json.loads(backend.to_str())
-    changed = {key: without_prepend(parts[key]) for key in ("normalizer", "pre_tokenizer")}
-    return Backend.from_str(json.dumps(parts | changed | {"truncation": None, "padding": None}))

@@ -144,16 +144,22 @@ class Tokenizer:
     def encode_fragment(self, text: str) -> list[tuple[int, ...]]:
         """Return the encodings of `text` within a completion: at the start of a word, and inside a word.
 
-        No special tokens are added. `bad_words` bans all of these encodings.
+        No special tokens are added, nor the space that a SentencePiece tokenizer adds before a text.
+        `bad_words` bans all of these encodings.
 
         Raises:
             InvalidRequest: the tokenizer has no ids for this text.
         """
-        bare = text.lstrip(" ") or text
+        check_unicode(text, "the text")
+        bare, backend = text.lstrip(" ") or text, self.without_prefix
         spellings: dict[tuple[int, ...], None] = {}  # a set that keeps its order
         for variant in (bare, " " + bare):
-            if ids := tuple(self.encode(variant, special_tokens=False)):
-                spellings[ids] = None
+            if backend is None:
+                ids = self.encode(variant, special_tokens=False)
+            else:
+                ids = backend.encode(variant, add_special_tokens=False).ids
+            if ids:
+                spellings[tuple(ids)] = None
         if not spellings:
             raise InvalidRequest(f"{text!r} encodes to no tokens")
         return list(spellings)
@@ -183,6 +189,17 @@ class Tokenizer:
         except (IndexError, KeyError, ValueError):
             return None
         return entry
+
+    @cached_property
+    def without_prefix(self) -> Any:
+        """A fast tokenizer's backend without the space that it adds to a text; None if it adds none."""
+        backend, keys = self._fast, ("normalizer", "pre_tokenizer")
+        parts = {key: _plain(getattr(backend, key, None)) for key in keys}
+        changed = {key: _without_prefix(part) for key, part in parts.items()}
+        if backend is None or changed == parts:
+            return None
+        whole = json.loads(backend.to_str()) | changed | {"truncation": None, "padding": None}
+        return type(backend).from_str(json.dumps(whole))
 
     @cached_property
     def decoder_steps(self) -> list[dict[str, Any]]:
@@ -239,6 +256,25 @@ class Tokenizer:
         force_option = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         bpe = self._fast is not None and type(self._fast.model).__name__ == "BPE"
         return not bpe or bool(getattr(self.hf, force_option, False))
+
+
+def _plain(step: Any) -> Any:
+    """Return a step of a fast tokenizer in the tokenizers library's format; None if it is in Python."""
+    try:
+        return None if step is None else json.loads(step.__getstate__())
+    except Exception:  # the library raises no other type
+        return None
+
+
+def _without_prefix(step: Any) -> Any:
+    """Return a normalizer or pre-tokenizer, as `_plain` returns it, that adds no space before a text."""
+    if step is None or step["type"] == "Prepend":
+        return None
+    for key in step.keys() & {"normalizers", "pretokenizers"}:
+        parts = map(_without_prefix, step[key])
+        step = step | {key: [part for part in parts if part is not None]}
+    off = {"prepend_scheme": "never", "add_prefix_space": False}
+    return step | {key: off[key] for key in step.keys() & off.keys()}
 
 
 def has_tokenizer_files(folder: Path) -> bool:
