@@ -291,6 +291,15 @@ def test_strings_get_bos_only_at_the_beginning() -> None:
             session.generate(None, P8)
 
 
+def test_strings_of_later_turns_get_no_space() -> None:
+    """SentencePiece tokenizers add one before a text."""
+    for tokenizer in (toy_tokenizers.metaspace(), toy_tokenizers.byte_fallback()):
+        with open_llm(tokenizer=tokenizer.hf) as llm, llm.session(64) as session:
+            for text in ("one", " two", "'s"):
+                session.generate(text, P8.replace(max_tokens=0))
+            assert tokenizer.decode(session.token_ids) == "one two's"
+
+
 def test_rejected_calls_leave_the_session_usable() -> None:
     with open_llm() as llm, llm.session(20, seed=7) as session:
         session.generate(PROMPT, P8)

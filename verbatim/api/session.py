@@ -199,7 +199,8 @@ class Session(CacheHolder):
         """Run one turn. The prompt is the session so far, followed by `inputs`.
 
         Args:
-            inputs: a string or a list of ids. The tokenizer adds special tokens only to the first string.
+            inputs: a string or a list of ids. The tokenizer adds special tokens and a space only to a string
+                that begins the session.
                 None continues the last completion, for whatever reason it ended: penalties, `min_tokens`,
                 stops and structured output apply to all of it, `max_tokens` only to the new tokens. In an
                 empty session, None starts from the model's BOS.

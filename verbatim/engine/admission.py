@@ -210,7 +210,7 @@ class Admission:
         """Return the ids of a prompt.
 
         Args:
-            begins: the prompt begins a sequence, so the tokenizer adds its special tokens to text.
+            begins: the prompt begins a sequence, so the tokenizer may add special tokens and a space to text.
 
         Raises:
             InvalidRequest: as `admit`.
@@ -218,7 +218,7 @@ class Admission:
         """
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer("a prompt given as text")
-            ids = tokenizer.encode(prompt, special_tokens=begins)
+            ids = tokenizer.encode(prompt) if begins else tokenizer.encode_rest(prompt)
             invalid_ids = [value for value in ids if value >= self.vocab_size]
             if invalid_ids:
                 raise InvalidRequest(

@@ -125,7 +125,7 @@ class Tokenizer:
         """Encode a prompt, with the special tokens that the tokenizer adds.
 
         Args:
-            special_tokens: whether to add special tokens; False for text that continues a sequence.
+            special_tokens: whether to add special tokens.
         """
         if not isinstance(text, str):
             raise InvalidRequest(f"{type(text).__name__} can't be tokenized: a string is needed")
@@ -141,25 +141,29 @@ class Tokenizer:
             )
         return list(encoded["input_ids"])
 
+    def encode_rest(self, text: str) -> list[int]:
+        """Encode text that continues a sequence.
+
+        No special tokens are added, nor the space that SentencePiece tokenizers add before a text.
+        """
+        if self.without_prefix is None:
+            return self.encode(text, special_tokens=False)
+        check_unicode(text, "the text")
+        return list(self.without_prefix.encode(text, add_special_tokens=False).ids)
+
     def encode_fragment(self, text: str) -> list[tuple[int, ...]]:
         """Return the encodings of `text` within a completion: at the start of a word, and inside a word.
 
-        No special tokens are added, nor the space that a SentencePiece tokenizer adds before a text.
         `bad_words` bans all of these encodings.
 
         Raises:
             InvalidRequest: the tokenizer has no ids for this text.
         """
-        check_unicode(text, "the text")
-        bare, backend = text.lstrip(" ") or text, self.without_prefix
+        bare = text.lstrip(" ") or text
         spellings: dict[tuple[int, ...], None] = {}  # a set that keeps its order
         for variant in (bare, " " + bare):
-            if backend is None:
-                ids = self.encode(variant, special_tokens=False)
-            else:
-                ids = backend.encode(variant, add_special_tokens=False).ids
-            if ids:
-                spellings[tuple(ids)] = None
+            if ids := tuple(self.encode_rest(variant)):
+                spellings[ids] = None
         if not spellings:
             raise InvalidRequest(f"{text!r} encodes to no tokens")
         return list(spellings)

@@ -281,7 +281,7 @@ class OptLM(HasEngine):
         if isinstance(stop, str):
             if llm.tokenizer is None:
                 raise InvalidRequest(f"stop={stop!r}: the model has no tokenizer; give an id")
-            stop_ids = llm.tokenizer.encode(stop, special_tokens=False)
+            stop_ids = llm.tokenizer.encode_rest(stop)
             if len(stop_ids) != 1:
                 raise InvalidRequest(f"stop={stop!r}: must be one token, not {len(stop_ids)}")
             stop = stop_ids[0]
