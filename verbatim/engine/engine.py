@@ -229,8 +229,8 @@ class Engine:
                     self._emit(sequence, chunk.num_accepted)
                 if chunk.error is not None and not (request.finished or chunk.sequence.finished):
                     self.fail(request, chunk.error)
-            except Exception as error:
-                self.fail(request, error)  # the other requests continue
+            except BaseException as error:  # also a panic of the tokenizer's library
+                self.fail(request, as_exception(error))  # the other requests continue
 
     def _emit(self, sequence: Sequence, num_accepted: int = 0, *, now: bool = False) -> None:
         """Deliver a delta; free the blocks of a finished sequence, or save them in its session.
