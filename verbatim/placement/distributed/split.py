@@ -297,9 +297,8 @@ class Split:
             if reason is not None:
                 raise UnsupportedModel(reason)
             with exclusive:
-                self.layers, outline = _outline(
-                    skeleton.module, inner
-                )  # the model's list of layers
+                # `layers` is the model's list of them.
+                self.layers, outline = _outline(skeleton.module, inner)
             self._describe(outline, inner)
         except UnsupportedModel as reason:
             name = type(inner).__name__
