@@ -30,7 +30,7 @@ class Computed:
 
     Attributes:
         index: index of this result if `func` returns several; None if it returns one.
-        shape, dtype: shape and dtype of the result; None if `func` is a traced torch operator.
+        shape, dtype: shape and dtype of the result, if known.
         packing: how the bytes that `func` returns are unpacked; None: `func` returns the values.
     """
 
@@ -60,8 +60,12 @@ _COMPARED_BYTES = 1 << 20  # per comparison
 _aten = torch.ops.aten
 _IDENTITIES = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh.default})
 _VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
-# Each element stays at its index.
-_CONVERSIONS = frozenset({_aten._to_copy.default, _aten.clone.default})
+_JOINS = frozenset({_aten.stack.default, _aten.cat.default})
+# These may rearrange each entry of the first dimension in itself.
+_WITHIN_ENTRIES = _VIEWS | {_aten._to_copy.default, _aten.clone.default, _aten.transpose.int}
+_REARRANGEMENTS = (
+    _JOINS | _VIEWS | {_aten.clone.default, _aten.index_select.default, _aten.transpose.int}
+)
 
 
 class Traced(Tensor):
@@ -96,13 +100,15 @@ class Traced(Tensor):
         kwargs.pop("pin_memory", None)
         out = func(*shapes[0], **shapes[1])
         of_args, of_kwargs = tree_map(lazy_of, (args, kwargs))
-        if isinstance(out, Tensor):
-            copies = func is _aten._to_copy.default and out.dtype == args[0].dtype
-            is_same = copies or func in _IDENTITIES
-            return Traced(of_args[0] if is_same else Computed(func, of_args, of_kwargs), out)
-        return type(out)(
-            Traced(Computed(func, of_args, of_kwargs, i), o) for i, o in enumerate(out)
-        )
+
+        def computed(like: Tensor, index: int | None = None) -> Traced:
+            lazy = Computed(func, of_args, of_kwargs, index, tuple(like.shape), like.dtype)
+            return Traced(lazy, like)
+
+        if not isinstance(out, Tensor):
+            return type(out)(computed(like, i) for i, like in enumerate(out))
+        copies = func is _aten._to_copy.default and out.dtype == args[0].dtype
+        return Traced(of_args[0], out) if copies or func in _IDENTITIES else computed(out)
 
 
 def _meta_like(x: Any) -> Any:
@@ -230,21 +236,26 @@ def rows_of(lazy: LazyWeight, begin: int, end: int) -> LazyWeight | None:
     if not isinstance(lazy, Computed) or not lazy.args:
         return None
     source: Any = lazy.args[0]
-    if lazy.func in _CONVERSIONS or _within_entries(lazy):
+    shape = lazy.shape and (end - begin, *lazy.shape[1:])
+    if lazy.func in _WITHIN_ENTRIES:
         cut, more = rows_of(source, begin, end), lazy.args[1:]
+        if cut is None or (lazy.func is _aten.transpose.int and min(more) <= 0):
+            return None
         if lazy.func in _VIEWS:
+            if more[0][0] != source.shape[0]:
+                return None
             more = ([end - begin, *more[0][1:]],)
-        return cut and Computed(lazy.func, (cut, *more), lazy.kwargs)
-    if lazy.func not in (_aten.stack.default, _aten.cat.default):
+        return replace(lazy, args=(cut, *more), shape=shape)
+    if lazy.func not in _JOINS:
         return None
     dim = lazy.args[1] if len(lazy.args) > 1 else 0
     if lazy.func is _aten.stack.default:
-        return None if dim else Computed(lazy.func, (source[begin:end],))
+        return None if dim else replace(lazy, args=(source[begin:end],), shape=shape)
     if dim < 0:
         return None
     if dim > 0:
         cuts = [rows_of(part, begin, end) for part in source]
-        return None if None in cuts else Computed(lazy.func, (cuts, dim))
+        return None if None in cuts else replace(lazy, args=(cuts, dim), shape=shape)
     if not all(isinstance(part, Stored) for part in source):
         return None
     pieces, at = [], 0
@@ -253,24 +264,7 @@ def rows_of(lazy: LazyWeight, begin: int, end: int) -> LazyWeight | None:
         if first < last:
             pieces.append(rows_of(part, first, last))
         at += part.shape[0]
-    return pieces[0] if len(pieces) == 1 else Computed(lazy.func, (pieces,))
-
-
-def _within_entries(lazy: Computed) -> bool:
-    """Return whether a view or a transposition rearranges each entry of the first dimension in itself."""
-    if lazy.func is _aten.transpose.int:
-        return bool(min(lazy.args[1:]) > 0)
-    return lazy.func in _VIEWS and bool(lazy.args[1][0] == _num_entries(lazy.args[0]))
-
-
-def _num_entries(lazy: Any) -> int | None:
-    """Return the size of the first dimension; None if it is not known."""
-    if isinstance(lazy, Computed) and lazy.shape is None:
-        if lazy.func in _CONVERSIONS or _within_entries(lazy):
-            return _num_entries(lazy.args[0])
-        return None
-    shape: tuple[int, ...] = (lazy.tensor if isinstance(lazy, InMemory) else lazy).shape
-    return shape[0]
+    return pieces[0] if len(pieces) == 1 else replace(lazy, args=(pieces,), shape=shape)
 
 
 def pieces_of(lazy: LazyWeight, leading: int = 1) -> list[LazyWeight]:
@@ -279,7 +273,7 @@ def pieces_of(lazy: LazyWeight, leading: int = 1) -> list[LazyWeight]:
     Args:
         leading: number of leading dimensions of size 1.
     """
-    if not isinstance(lazy, Computed) or lazy.func not in (_aten.stack.default, _aten.cat.default):
+    if not isinstance(lazy, Computed) or lazy.func not in _JOINS:
         return [lazy]
     parts, dim = lazy.args if len(lazy.args) > 1 else (lazy.args[0], 0)
     if dim > leading or (dim and lazy.func is _aten.stack.default):
@@ -291,57 +285,34 @@ def pieces_of(lazy: LazyWeight, leading: int = 1) -> list[LazyWeight]:
 def stored_packing(lazy: LazyWeight) -> tuple[WeightPacking, LazyWeight] | None:
     """Return the packing of a weight in its file, and the lazy weight of its packed bytes; None if unpacked.
 
-    A stack or concatenation of packed matrices along any dimension but K is packed, too, and so are packed
-    matrices with reordered rows.
+    Packed matrices may be stacked, joined, viewed, transposed and reordered, if all rows stay whole: the same
+    operators then rearrange the rows of bytes.
     """
     if not isinstance(lazy, Computed):
         return None
-    if lazy.packing is not None:
-        return lazy.packing, replace(lazy, packing=None)
-    if lazy.func is _aten.index_select.default:
-        source, dim, order = lazy.args
-        stored = stored_packing(source)
-        if dim or stored is None or stored[0].columns:
-            return None
-        return stored[0], replace(lazy, args=(stored[1], dim, order))
-    if lazy.func is _aten.clone.default or lazy.func is _aten.transpose.int or lazy.func in _VIEWS:
-        return _reordered(lazy)
-    if lazy.func not in (_aten.stack.default, _aten.cat.default):
+    if (packing := lazy.packing) is not None:
+        shape = *packing.shape[:-2], packing.width, packing.row_bytes
+        return packing, replace(lazy, packing=None, shape=shape, dtype=torch.uint8)
+    if lazy.func not in _REARRANGEMENTS or lazy.shape is None:
         return None
-    pairs = [pair for part in lazy.args[0] if (pair := stored_packing(part)) is not None]
-    packings, parts = [packing for packing, _ in pairs], [part for _, part in pairs]
-    if len(pairs) < len(lazy.args[0]) or packings[0].columns:
+    source, more = lazy.args[0], tree_map(_in_memory, lazy.args[1:])
+    parts = source if lazy.func in _JOINS else [source]
+    pairs = [pair for part in parts if (pair := stored_packing(part)) is not None]
+    if len(pairs) < len(parts):
         return None
-    dim, first = lazy.args[1] if len(lazy.args) > 1 else 0, packings[0]
-    shape = list(first.shape)
-    if not 0 <= dim <= len(shape) - 2:
+    first = pairs[0][0]
+    is_alike = all(replace(packing, shape=first.shape) == first for packing, _ in pairs)
+    if not is_alike or first.columns or lazy.shape[-1] != first.depth:
         return None
-    if lazy.func is _aten.stack.default:
-        shape.insert(dim, len(packings))
-    else:
-        shape[dim] = sum(packing.shape[dim] for packing in packings)
-    if any(replace(packing, shape=first.shape) != first for packing in packings):
-        return None
-    return replace(first, shape=tuple(shape)), replace(lazy, args=(parts, dim))
+    shape = *lazy.shape[:-1], first.row_bytes
+    rows = [traced(part) for _, part in pairs]
+    more = (shape,) if lazy.func in _VIEWS else more
+    joined = lazy.func(rows if lazy.func in _JOINS else rows[0], *more, **lazy.kwargs)
+    return (replace(first, shape=lazy.shape), joined.lazy) if joined.shape == shape else None
 
 
-def _reordered(lazy: Computed) -> tuple[WeightPacking, LazyWeight] | None:
-    """Return `stored_packing` of a copy, a view or a transposition that leaves each row whole."""
-    stored = stored_packing(lazy.args[0])
-    if stored is None or stored[0].columns:
-        return None
-    (packing, source), more = stored, lazy.args[1:]
-    shape = list(packing.shape)
-    if lazy.func in _VIEWS:
-        if more[0][-1] != shape[-1] or -1 in more[0] or len(more[0]) < 2:
-            return None
-        shape, more = more[0], ([*more[0][:-1], -1],)
-    elif lazy.func is _aten.transpose.int:
-        a, b = more
-        if not 0 <= max(a, b) < len(shape) - 1 or min(a, b) < 0:
-            return None
-        shape[a], shape[b] = shape[b], shape[a]
-    return replace(packing, shape=tuple(shape)), replace(lazy, args=(source, *more))
+def _in_memory(x: Any) -> Any:
+    return x.tensor if isinstance(x, InMemory) else x
 
 
 def packings_of(
