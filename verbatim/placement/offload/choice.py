@@ -6,11 +6,12 @@ import math
 import numbers
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verbatim.common.checks import budget, integer, optional_integer, path, switch
+from verbatim.common.checks import budget, integer, path, switch
 from verbatim.errors import InvalidRequest
 
 TIERS = ("gpu", "cpu", "disk")
@@ -97,36 +98,28 @@ class Offload:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        def assign(name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)
-
-        for name in ("gpu", "cpu", "disk_limit"):
-            value = getattr(self, name)
-            assign(name, None if value is None else budget(name, value))
-        for name in ("weights", "kv", "activations"):
-            value = getattr(self, name)
-            assign(name, None if value is None else percents(name, value))
-        for name in ("batch_size", "micro_batches", "attention_top_k"):
-            assign(name, optional_integer(name, getattr(self, name), 1, _MAX_COUNT))
+        count = partial(integer, low=1, high=_MAX_COUNT, optional=True)
+        for names, resolve in (
+            (("gpu", "cpu", "disk_limit"), budget),
+            (("weights", "kv", "activations"), percents),
+            (("batch_size", "micro_batches", "attention_top_k"), count),
+            (("cpu_cache_compute",), switch),
+            (("disk", "trace"), path),
+        ):
+            for name in names:
+                if (value := getattr(self, name)) is not None:
+                    object.__setattr__(self, name, resolve(name, value))
         switch("overlap", self.overlap)
-        if self.cpu_cache_compute is not None:
-            switch("cpu_cache_compute", self.cpu_cache_compute)
         if self.policy not in ("auto", None):
             raise InvalidRequest(f"policy={self.policy!r}: must be 'auto' or None")
-        for name in ("disk", "trace"):
-            value = getattr(self, name)
-            assign(name, None if value is None else path(name, value))
         try:
             prompt, new = self.workload
         except (TypeError, ValueError):
             raise InvalidRequest(
                 f"workload={self.workload!r}: must be (prompt tokens, new tokens)"
             ) from None
-        assign("workload", (integer("workload[0]", prompt), integer("workload[1]", new)))
-
-    def replace(self, **changes: Any) -> Offload:
-        """Return a copy with these fields changed."""
-        return Offload(**{f.name: getattr(self, f.name) for f in fields(self)} | changes)
+        workload = integer("workload[0]", prompt), integer("workload[1]", new)
+        object.__setattr__(self, "workload", workload)
 
 
 def percents(name: str, value: Any) -> Percents:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -14,6 +12,7 @@ from time import perf_counter
 from timeit import repeat
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,16 +20,14 @@ from verbatim.errors import TierFailed
 from verbatim.kernels.packing import WeightPacking
 from verbatim.model.products import linear
 from verbatim.placement.offload.scratch import Scratch
-from verbatim.placement.offload.stream import READERS, Lane, Ring, Use, lay_out, staging
-from verbatim.placement.offload.trace import Trace
+from verbatim.placement.offload.stream import READERS, Lane, Pages, Readers, lay_out, staging
 from verbatim.quantization.matrix import QuantizedMatrix
-from verbatim.weights.files import CHUNK, OpenFiles, bytes_of
+from verbatim.weights.files import CHUNK, OpenFiles, bytes_of, pages
 from verbatim.weights.lazy import Stored
 
 ROWS = (1, 8, 64, 512)  # row counts for which products are measured
 _MAX_READ_BYTES = 256_000_000  # larger checkpoints share one measurement
 _MAX_READ_S = 0.5  # maximum duration of the measurement
-_RING_CHUNKS = 8  # size of the ring
 _WRITE_BYTES = 64_000_000  # data of the write and copy measurements
 _WEIGHT_BYTES = 64_000_000  # larger than the CPU's cache
 _MATRIX = (2048, 2048)
@@ -74,13 +71,9 @@ class Machine:
 
 
 def _between(measured: tuple[tuple[int, float], ...], rows: float) -> float:
-    (first, least), (last, most) = measured[0], measured[-1]
-    if rows <= first:
-        return least if rows > 0 else 0.0
-    for (below, low), (above, high) in pairwise(measured):
-        if rows <= above:
-            return low + (high - low) * (rows - below) / (above - below)
-    return most * rows / last
+    counts, seconds = zip(*measured, strict=True)
+    beyond = max(1.0, rows / counts[-1])
+    return float(np.interp(rows, counts, seconds)) * beyond if rows > 0 else 0.0
 
 
 # One core's share of a machine of 2025, in round numbers, and a disk that is neither fast nor slow.
@@ -143,27 +136,28 @@ def _cached(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
 
 
 def _reading(tensors: Sequence[Stored]) -> float:
-    """Return bytes/s of reads ahead, in file order, as when weights are streamed."""
-    files, trace = OpenFiles(), Trace()
-    ring = Ring("weights", READERS, trace)
-    # Each chunk is released at once, so all of them share the ring.
+    """Return bytes/s of the threads that stream weights, in file order."""
     chunks = [chunk._replace(at=0) for chunk in lay_out(tensors)[0]]
-    uses = [Use("chunk", chunk.nbytes, [partial(chunk.read, files)]) for chunk in chunks]
-    if not uses:
+    if not chunks:
         return NOMINAL.read_rate
+    files, readers = OpenFiles(), Readers(READERS, "verbatim-measure")
+    # Filled, since page faults would slow down the first reads.
+    buffers = [pages(max(chunk.nbytes for chunk in chunks)).fill_(0) for _ in range(READERS)]
+    begin = perf_counter()
+
+    def read(chunk: Pages) -> int:
+        if perf_counter() - begin > _MAX_READ_S:
+            return 0
+        buffer = buffers.pop()  # one per thread
+        nbytes = chunk.read(files, buffer)
+        buffers.append(buffer)
+        return nbytes
+
     try:
-        # Not larger, even for small chunks, since filling the ring with zeros takes time.
-        ring.reserve(_RING_CHUNKS * max(use.nbytes for use in uses))
-        start = perf_counter()
-        ring.follow(uses, repeat=False)
-        for use in uses:
-            ring.take(use)
-            ring.release()
-            if perf_counter() - start > _MAX_READ_S:
-                break
-        return READERS * trace.nbytes("read weights") / trace.seconds("read weights")
+        jobs = [readers.submit(read, chunk) for chunk in chunks]
+        return sum(job.result() for job in jobs) / (perf_counter() - begin)
     finally:
-        ring.close()
+        readers.shutdown()
         files.close()
 
 

@@ -71,7 +71,8 @@ class Planner:
         is_given = offload.gpu is not None or offload.cpu is not None
         if self.on_gpu and (is_given or offload.weights is None):
             near, far = options.device.available_memory, available_memory()
-            offload = offload.replace(
+            offload = replace(
+                offload,
                 gpu=int(near * BUDGET_SHARE) if offload.gpu is None else offload.gpu,
                 cpu=int(far * BUDGET_SHARE) if offload.cpu is None else offload.cpu,
             )

@@ -192,7 +192,6 @@ class _Region:
     """The part of the ring for the data of a use."""
 
     use: Use
-    place: int  # index in the order of uses
     at: int  # offset in the ring
     jobs: list[Future[int]] = field(default_factory=list)  # each returns the bytes read
 
@@ -226,10 +225,8 @@ class Ring:
         self._ahead, self._device, self._lane = ahead, device, lane
         self._readers: Readers | None = None  # None: not started
         self._regions: deque[_Region] = deque()  # the first is in use, or is used next
-        self._uses: list[Use] = []
+        self._order: deque[Use] = deque()  # uses to read, the next one first
         self._repeats = False
-        self._next_read: int | None = None  # index of the next use to read; None: unknown
-        self._last_taken = -1  # index of the last use taken
         self._finished: set[Use] = set()  # released uses
         self._writes: list[Future[int]] = []
         self._shield = Shield()  # Ctrl-C could leave regions without their reads
@@ -262,8 +259,7 @@ class Ring:
         """Start to read `uses` ahead in this order; with `repeat`, over and over."""
         with self._shield.up():
             self.drop()
-            self._uses, self._repeats = list(uses), repeat
-            self._next_read, self._last_taken = 0, -1
+            self._order, self._repeats = deque(uses), repeat
             self._finished, self._writes = set(), []
             if self._readers is None:
                 self._readers = Readers(self._num_threads, f"verbatim-{self._what}")
@@ -280,10 +276,10 @@ class Ring:
             if not self._regions or self._regions[0].use is not use:
                 self.drop()
                 self._check_writes()
-                self._submit(self._place_of(use), 0)
+                self._skip_to(use)
+                self._submit(0)
                 self._fill()
             region = self._regions[0]
-            self._last_taken = region.place
             try:
                 nbytes = sum(job.result() for job in region.jobs)
             except BaseException:
@@ -338,46 +334,46 @@ class Ring:
             self._readers, self._memory, self._writes = None, None, []
 
     def _cancel_reads(self) -> list[Future[int]]:
-        """Remove all regions and cancel the reads that have not begun; return all their reads."""
+        """Put all regions back in the order, and cancel reads that have not begun; return all reads."""
         jobs = [job for region in self._regions for job in region.jobs]
         for job in jobs:
             job.cancel()
-        self._regions.clear()
-        self._next_read = None
+        while self._regions:
+            if self._repeats:
+                self._order.pop()
+            self._order.appendleft(self._regions.pop().use)
         return jobs
 
     def _check_writes(self) -> None:
         for write in self._writes:
             write.result()
 
-    def _place_of(self, use: Use) -> int:
-        """Return the next index of a use after the last one taken; append it if it is not in the order."""
-        count = len(self._uses)
-        for step in range(1, count + 1):
-            place = (self._last_taken + step) % count
-            if self._uses[place] is use:
-                return place
-        self._uses.append(use)
-        return count
+    def _skip_to(self, use: Use) -> None:
+        """Continue the order with a use, which may not be in it."""
+        if use not in self._order:
+            self._order.appendleft(use)
+        while self._order[0] is not use:
+            skipped = self._order.popleft()
+            if self._repeats:
+                self._order.append(skipped)
 
     def _fill(self) -> None:
         """Submit the next reads, while the ring has room and the uses in `after` were released."""
-        while self._ahead and self._next_read is not None:
-            if self._next_read == len(self._uses):
-                return
-            use = self._uses[self._next_read]
+        while self._ahead and self._order:
+            use = self._order[0]
             at = self._room(round_to_pages(use.nbytes))
             if at is None or not self._finished.issuperset(use.after):
                 return
-            self._submit(self._next_read, at)
+            self._submit(at)
 
-    def _submit(self, place: int, at: int) -> None:
-        use = self._uses[place]
+    def _submit(self, at: int) -> None:
+        use = self._order.popleft()
+        if self._repeats:
+            self._order.append(use)
         assert at + use.nbytes <= self.nbytes and self._readers is not None
-        region = _Region(use, place, at)
+        region = _Region(use, at)
         self._regions.append(region)
         self._finished.discard(use)  # if it repeats, uses after it must wait again
-        self._next_read = (place + 1) % len(self._uses) if self._repeats else place + 1
         mark = self._mark()  # the device may have used this memory until now
         for read in use.reads:
             region.jobs.append(self._readers.submit(self._move, "read", region, read, mark))
