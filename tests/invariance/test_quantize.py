@@ -387,7 +387,7 @@ def test_offloaded_layers_hold_packed_bytes_while_in_use(weights: Any, folders: 
                 for slot in packed:
                     ((layer, name),) = slot.holders
                     held = slot.lazy.tensor.data_ptr() if in_memory else None
-                    assert held in (None, layer._buffers[name].data_ptr())
+                    assert held in (None, layer._buffers[f"{name}_packed"].data_ptr())
                     assert not layer.weight.isnan().any()
                     assert slot.parameter.isnan().all()  # never dequantized
             for slot in packed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +46,8 @@ class Slot:
         rows_only: whether only single rows are read, from the file; a weight that is also used as a whole has
             two slots.
         packing: format of the data of `lazy`, if it is quantized.
-        holders: modules that use the quantized bytes, and the names of their buffers for these; before the
-            model is quantized, the names of the parameters.
+        holders: modules that use the quantized bytes, and the names of their parameters.
+        buffer: the buffer of all holders for these bytes.
         is_unpacked: whether a holder dequantizes it as a whole.
         rounding: format to which rows are rounded after they are read; None: they are not rounded.
         cut: the model's parameter and the range of its rows in this slot; None: the slot has all rows.
@@ -63,6 +62,7 @@ class Slot:
     rows_only: bool = False
     packing: WeightPacking | None = None
     holders: list[tuple[nn.Module, str]] = field(default_factory=list)
+    buffer: Tensor | None = None
     is_unpacked: bool = False
     rounding: WeightPacking | None = None
     cut: tuple[nn.Parameter, int, int] | None = None
@@ -75,17 +75,17 @@ class Slot:
         return self.parameter.numel() * self.parameter.element_size()
 
     def install(self, data: Tensor | None) -> None:
-        """Install the parameter's data, or the quantized bytes in all holders; None removes it."""
-        if self.packing is None:
-            if data is None:
-                if self._empty is None:
-                    self._empty = placeholder(self.parameter)
-                data = self._empty
-            self.parameter.data = data
-            return
-        for layer, name in self.holders:
-            buffer: Any = layer._buffers[name]
-            layer._buffers[name] = placeholder(buffer) if data is None else data
+        """Install the data; None removes it."""
+        if data is None:
+            if self._empty is None:
+                self._empty = placeholder(self.target)
+            data = self._empty
+        self.target.data = data
+
+    @property
+    def target(self) -> Tensor:
+        """The tensor that modules read."""
+        return self.parameter if self.buffer is None else self.buffer
 
     @property
     def tier_bytes(self) -> int:
@@ -357,15 +357,13 @@ def choose(units: Units, module: nn.Module, packings: Mapping[nn.Parameter, Weig
             continue
         slot.packing = packing
         packed[slot.parameter] = slot
-    seen: set[nn.Module] = set()
-    for top in (*(unit.module for unit in units.order), module):
-        for _, layer, name, parameter in owners(top):
-            if parameter in packed and layer not in seen:
-                slot = packed[parameter]
-                slot.holders.append((layer, name))
-                is_embedding = isinstance(layer, nn.Embedding)
-                slot.is_unpacked |= not (is_embedding or is_linear(layer) or runs_flat(layer))
-        seen.update(top.modules())
+    with_pieces = nn.ModuleList([module, *(unit.module for unit in units.order)])
+    for _, layer, name, parameter in owners(with_pieces):
+        if parameter in packed:
+            slot = packed[parameter]
+            slot.holders.append((layer, name))
+            is_embedding = isinstance(layer, nn.Embedding)
+            slot.is_unpacked |= not (is_embedding or is_linear(layer) or runs_flat(layer))
 
 
 def pack(units: Units, quantization: Quantization | None, scratch: Scratch) -> PackingReport:
@@ -394,10 +392,10 @@ def pack(units: Units, quantization: Quantization | None, scratch: Scratch) -> P
             slot.holders = []  # the slots of the cache are held instead
     for slot in units.slots:
         if slot.packing is not None:
-            empty = placeholder(torch.empty(1, dtype=torch.uint8).expand(slot.packing.nbytes))
+            like = torch.empty(1, dtype=torch.uint8).expand(slot.packing.nbytes)
+            slot.buffer = placeholder(like)
             for holder, name in slot.holders:
-                hold_quantized(holder, name, empty, slot.packing)
-            slot.holders = [(holder, f"{name}_packed") for holder, name in slot.holders]
+                hold_quantized(holder, name, slot.buffer, slot.packing)
     packings = {slot.name: slot.packing for slot in units.slots if slot.packing is not None}
     unpacked = [slot for slot in units.slots if slot.name not in packings]
     return PackingReport(

@@ -23,7 +23,7 @@ from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Slot, Unit, Units
 from verbatim.quantization.matrix import pack_and_measure, rounded
 from verbatim.weights.files import OpenFiles, pages, read_whole, round_to_pages
-from verbatim.weights.lazy import InMemory, LazyWeight, Stored, materialize, rows_of, sources
+from verbatim.weights.lazy import InMemory, Stored, materialize, rows_of, sources
 from verbatim.weights.update import WeightWriter, overwrite
 
 _ALIGNED = 64  # bytes; torch's own products may round differently for less aligned matrices
@@ -167,15 +167,13 @@ class Weights:
 
     def replace(
         self,
-        copies: list[tuple[Tensor, Tensor]],
-        lazies: Mapping[Slot, LazyWeight],
+        new: Mapping[Slot, InMemory | Stored],
+        buffers: list[tuple[Tensor, Tensor]],
         packed: Scratch | None,
     ) -> None:
-        """Replace weights.
+        """Replace weights, and buffers in pairs (target, new values).
 
         Args:
-            copies: pairs of tensors in memory (target, new values).
-            lazies: new lazy weights, by slot.
             packed: new file of the disk tier, closed with this object, even on an error; None: unchanged.
         """
         self.is_mixed = True
@@ -186,7 +184,12 @@ class Weights:
             self._packed = packed
         elif self.device_ring is not None:
             self.device_ring.drop()  # it may hold copies of old weights
-        for slot, lazy in lazies.items():
+        copies = [*buffers]
+        for slot, lazy in new.items():
+            if isinstance(lazy, InMemory):
+                assert slot.data is not None
+                copies.append((slot.data, lazy.tensor))
+                lazy = InMemory(slot.data)
             slot.lazy = lazy
         overwrite(copies)
         if packed is not None:
@@ -275,16 +278,12 @@ class Weights:
         """Yield the slots of `unit` that are not used in place, and their tensors in device memory."""
         at = 0
         for slot in self._staged[unit]:
-            data, like = region[at : at + slot.tier_bytes], slot.parameter
-            yield slot, data.view(like.dtype).view(like.shape) if slot.packing is None else data
+            data, like = region[at : at + slot.tier_bytes], slot.target
+            yield slot, data.view(like.dtype).view(like.shape)
             at += round_to_pages(slot.tier_bytes)
 
     def _rows(self, slot: Slot, ids: Tensor) -> Tensor:
-        """Return rows `[len(ids), H]` of an embedding `[V, H]`, from its file or from RAM.
-
-        Args:
-            ids: token ids, without duplicates.
-        """
+        """Return the rows `ids` `[len(ids), H]` of an embedding `[V, H]`, from its file or from RAM."""
         if slot.data is not None:
             return slot.data.index_select(0, ids.cpu())
         begin = perf_counter()
@@ -389,18 +388,17 @@ class TierWriter(WeightWriter):
             owned.setdefault(slot.cut[0] if slot.cut else slot.parameter, []).append(slot)
         # Tied weights are listed once; a parameter without slots belongs to another part.
         self._slots = {n: owned.pop(target) for n, target in targets.items() if target in owned}
-        self._targets = {n: t for n, t in targets.items() if not isinstance(t, nn.Parameter)}
+        self._buffers = {n: t for n, t in targets.items() if not isinstance(t, nn.Parameter)}
         self.packed = [
             name
             for name, slots in self._slots.items()
             if any(slot.tier == "disk" or slot.packing is not None for slot in slots)
         ]
-        self.exact = [n for n in (*self._slots, *self._targets) if n not in set(self.packed)]
+        self.exact = [n for n in (*self._slots, *self._buffers) if n not in set(self.packed)]
 
     def _reset(self) -> None:
         self._new_file: Scratch | None = None
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._lazies: dict[Slot, LazyWeight] = {}
+        self._new: dict[Slot, InMemory | Stored] = {}
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
         """Quantize new weights, and write those of the disk tier to a file; `write` installs them.
@@ -410,7 +408,7 @@ class TierWriter(WeightWriter):
             ModelError: a weight can't be quantized.
         """
         names = [name for name in self.packed if name in tensors]
-        if any(slot in self._lazies for name in names for slot in self._slots[name]):
+        if any(slot in self._new for name in names for slot in self._slots[name]):
             self.drop()  # left by an interrupted update
         if self._new_file is None:
             self._new_file = self._weights.scratch.open_sibling()
@@ -429,27 +427,24 @@ class TierWriter(WeightWriter):
                 data, self.squares[slot.name] = pack_and_measure(data, slot.packing, slot.name)
             if slot.tier == "disk":
                 assert self._new_file is not None
-                self._lazies[slot] = self._new_file.store(slot.name, data)
+                self._new[slot] = self._new_file.store(slot.name, data)
             else:
-                assert slot.data is not None
-                self._copies.append((slot.data, data))
-                self._lazies[slot] = InMemory(slot.data)
+                self._new[slot] = InMemory(data)
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Write the unquantized weights in memory, and install all prepared ones."""
         try:
             for name in self.exact:
-                if name in tensors and name in self._targets:
-                    self._copies.append((self._targets[name], tensors[name]))
-                elif name in tensors:
+                if name in tensors and name in self._slots:
                     self._prepare(name, tensors[name])
         except BaseException:
             self.drop()
             raise
+        buffers = [(old, tensors[name]) for name, old in self._buffers.items() if name in tensors]
         with self._shield.up():
-            prepared = self._copies, self._lazies, self._new_file
+            new, new_file = self._new, self._new_file
             self._reset()
-            self._weights.replace(*prepared)
+            self._weights.replace(new, buffers, new_file)
 
     def drop(self) -> None:
         """Discard the prepared weights."""
