@@ -43,33 +43,29 @@ class PackingReport:
             is_mixed = not own.issuperset(packing.rows for packing in packings)
         numbers = [math.prod(packing.shape) for packing in packings]
         after = sum(packing.nbytes for packing in packings)
-        activations: dict[str, Any] = {}
+        before = sum(n * p.dtype.itemsize for n, p in zip(numbers, packings, strict=True))
+        info: dict[str, Any] = {
+            "format": "+".join(sorted({p.name for p in packings})) if is_mixed else requested,
+            "requested": requested,
+            "packed": _patterns(self.packed),
+            "exact": _patterns(self.exact),
+            "bytes_before": before,
+            "bytes_after": after,
+            "bits_per_weight": round(8 * after / sum(numbers), 3),
+        }
+        if self.rounded:
+            info["rounded"] = _patterns(self.rounded)
         if self.quantization is not None and self.quantization.activation_bits is not None:
             inputs = [name for name, packing in self.packed.items() if packing.interleaved]
-            activations = {
-                "activation_bits": self.quantization.activation_bits,
-                "activations_packed": _patterns(inputs),
-            }
-        errors: dict[str, Any] = {}
+            info["activation_bits"] = self.quantization.activation_bits
+            info["activations_packed"] = _patterns(inputs)
         if self.squares:  # empty for weights that were already quantized in the checkpoint
             error = {name: _ratio(*pair) for name, pair in self.squares.items()}
             worst = max(error, key=lambda name: error[name])
             totals = [sum(sums) for sums in zip(*self.squares.values(), strict=True)]
-            errors = {"relative_error": _ratio(*totals), "worst": f"{worst}: {error[worst]:.2g}"}
-        return {
-            "format": "+".join(sorted({p.name for p in packings})) if is_mixed else requested,
-            "requested": requested,
-            "packed": _patterns(self.packed),
-            **({"rounded": _patterns(self.rounded)} if self.rounded else {}),
-            "exact": _patterns(self.exact),
-            **activations,
-            "bytes_before": sum(
-                n * p.dtype.itemsize for n, p in zip(numbers, packings, strict=True)
-            ),
-            "bytes_after": after,
-            "bits_per_weight": round(8 * after / sum(numbers), 3),
-            **errors,
-        }
+            info["relative_error"] = _ratio(*totals)
+            info["worst"] = f"{worst}: {error[worst]:.2g}"
+        return info
 
 
 def _patterns(names: Iterable[str]) -> list[str]:

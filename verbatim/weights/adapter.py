@@ -288,7 +288,9 @@ def merge_adapter(
         parameter = parameter_of(layer.removesuffix(".base_layer"), name)
         if stored.shape != parameter.shape:
             raise _mismatch(adapter, key)
-        lazy = Computed(partial(_finite, adapter, key, parameter.dtype), (stored,))
+        shape, dtype = tuple(parameter.shape), parameter.dtype
+        convert = partial(_finite, adapter, key, dtype)
+        lazy = Computed(convert, (stored,), shape=shape, dtype=dtype)
         if layer.endswith(".base_layer"):  # PEFT writes to the tensor, even if it is tied
             weights[parameter] = lazy
         else:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from verbatim.kernels.packing import WeightPacking
 from verbatim.model.quantizable import choose_packings, packable_of
@@ -168,15 +168,12 @@ def sources(lazy: LazyWeight) -> list[Stored]:
     return list(dict.fromkeys(_walk(lazy)))
 
 
-def _walk(part: Any) -> Iterator[Stored]:
-    if isinstance(part, Stored):
-        yield part
-    elif isinstance(part, Computed):
-        yield from _walk(part.args)
-        yield from _walk(tuple(part.kwargs.values()))
-    elif isinstance(part, tuple | list):
-        for inner in part:
-            yield from _walk(inner)
+def _walk(*parts: Any) -> Iterator[Stored]:
+    for part in tree_leaves(parts):
+        if isinstance(part, Stored):
+            yield part
+        elif isinstance(part, Computed):
+            yield from _walk(part.args, part.kwargs)
 
 
 def materialize(lazy: LazyWeight, read: Callable[[Stored], Tensor]) -> Tensor:

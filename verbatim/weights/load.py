@@ -44,6 +44,7 @@ _SMALL_BYTES = 1 << 16  # smaller weights stay in the L1 or L2 cache anyway
 _FORMAT = 3  # version of the cache's file format and of the packed layouts
 _MIN_BYTES = 32_000_000  # smaller models are not cached, since quantizing them takes only moments
 _ABANDONED_S = 3600  # unfinished files older than this are left over from killed processes
+_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # of metadata
 Place = tuple[int, str]  # (id of a module, name of its parameter)
 
 
@@ -312,9 +313,7 @@ class _PackedCache:
             squares = {name: (float(a), float(b)) for name, (a, b) in meta["error"].items()}
             if checksums != meta["crc32"]:
                 return False
-        except (SafetensorError, ModelError, OSError, ValueError, LookupError, TypeError):
-            return False
-        except (AttributeError, RecursionError):  # damaged metadata
+        except (*_DAMAGE, SafetensorError, ModelError, OSError):
             return False
         for weight in weights:
             weight.parts[None] = tensors[weight.name], weight.packing

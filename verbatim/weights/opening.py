@@ -54,25 +54,22 @@ def open_files(
         ModelError, UnsupportedModel, NotSupported: the model can't be opened.
         InvalidRequest: `source.config` is given for another format than DCP.
     """
-    model, is_default = source.model, source.model is None
-    dcp = None if is_default else find_dcp(model)
-    if source.config is not None and dcp is None:
+    model = source.model
+    if model is not None and (dcp := find_dcp(model)) is not None:
+        return open_dcp(dcp, source, tokenizer, with_config=not in_memory)
+    if source.config is not None:
         raise InvalidRequest(
             f"config={source.config!r:.60}: only for a torch.distributed.checkpoint, and "
-            f"{'the storyteller' if is_default else model} holds no checkpoint of that kind: neither "
-            ".metadata nor pp0, nor a link latest. Leave it at None"
+            f"{'the storyteller' if model is None else model} holds no checkpoint of that kind: "
+            "neither .metadata nor pp0, nor a link latest. Leave it at None"
         )
-    gguf = None if is_default or dcp is not None else find_gguf(model)
-    if dcp is not None:
-        return open_dcp(dcp, source, tokenizer, with_config=not in_memory)
-    if gguf is not None:
-        return open_gguf(gguf, source, tokenizer, in_memory=in_memory)
-    if is_default:
-        source = replace(source, model=storyteller.path())
-    loaded = _open_folder(source, tokenizer, in_memory)
-    if is_default:
+    if model is None:
+        loaded = _open_folder(replace(source, model=storyteller.path()), tokenizer, in_memory)
         loaded.name = "storyteller"
-    return loaded
+        return loaded
+    if (gguf := find_gguf(model)) is not None:
+        return open_gguf(gguf, source, tokenizer, in_memory=in_memory)
+    return _open_folder(source, tokenizer, in_memory)
 
 
 def _open_folder(

@@ -14,11 +14,12 @@ from verbatim.common.untrusted import check_dtypes, check_size, shards_of
 from verbatim.errors import ModelError, NotSupported, VerbatimError, first_line
 from verbatim.model.loader import LoadedModel, ModelSource, building
 from verbatim.model.patching import quiet
+from verbatim.model.quantizable import owners
 from verbatim.model.quantized import placeholder
 from verbatim.model.stored import read_stored, stored_in
 from verbatim.model.unused import refuse_unused
 from verbatim.weights.adapter import AdapterFolder, merge_adapter
-from verbatim.weights.lazy import InMemory, LazyWeight, Traced, materialize, traced
+from verbatim.weights.lazy import InMemory, LazyWeight, Traced, lazy_of, materialize, traced
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX = ".index.json"  # suffix of a sharded file's index
@@ -117,21 +118,17 @@ def _hollow_parameters(module: nn.Module, in_memory: bool) -> dict[nn.Parameter,
     """Replace parameters by placeholders; tied ones stay tied. Return their lazy weights."""
     placeholders: dict[int, nn.Parameter] = {}
     lazy_weights: dict[nn.Parameter, LazyWeight] = {}
-    for layer in module.modules():
-        for name, parameter in layer._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in placeholders:
-                data = parameter if isinstance(parameter, Traced) else parameter.data
-                if not isinstance(data, Traced) and not in_memory:
-                    raise NotSupported(
-                        f"{type(layer).__name__}.{name} is a parameter that transformers does not read from "
-                        "the checkpoint, so it can't be loaded later"
-                    )
-                placeholders[id(parameter)] = nn.Parameter(placeholder(data), requires_grad=False)
-                lazy = data.lazy if isinstance(data, Traced) else InMemory(data)
-                lazy_weights[placeholders[id(parameter)]] = lazy
-            layer._parameters[name] = placeholders[id(parameter)]
+    for _, layer, name, parameter in [*owners(module)]:
+        if id(parameter) not in placeholders:
+            data = parameter if isinstance(parameter, Traced) else parameter.data
+            if not isinstance(data, Traced) and not in_memory:
+                raise NotSupported(
+                    f"{type(layer).__name__}.{name} is a parameter that transformers does not read "
+                    "from the checkpoint, so it can't be loaded later"
+                )
+            hollow = nn.Parameter(placeholder(data), requires_grad=False)
+            placeholders[id(parameter)], lazy_weights[hollow] = hollow, lazy_of(data)
+        layer._parameters[name] = placeholders[id(parameter)]
     return lazy_weights
 
 

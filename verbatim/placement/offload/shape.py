@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from verbatim import kernels
 from verbatim.kv.store import bytes_per_token
@@ -18,7 +20,7 @@ from verbatim.model.spec import inner_model, outline
 from verbatim.placement.offload.units import Slot, Units
 from verbatim.quantization.formats import KVDtype
 from verbatim.weights.files import PAGE, round_to_pages
-from verbatim.weights.lazy import Computed, LazyWeight, Stored, sources
+from verbatim.weights.lazy import Computed, Stored, sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,6 @@ class SlotShape:
     elements: int = 0
     of_experts: bool = False
     is_quantized: bool = False
-
-    @property
-    def is_multiplied_packed(self) -> bool:
-        """True if rows are multiplied with the quantized bytes, without dequantizing them first."""
-        return self.is_quantized and not self.unpacked_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +184,7 @@ class ModelShape:
         """Return the bytes of a unit's experts that a forward reads, and the fraction of experts chosen.
 
         All experts are assumed to be equally likely. If the chosen experts of one layer do not fit into
-        memory, each micro-batch reads its own.
-
-        Args:
-            rows: rows of the forward.
-            parts: number of micro-batches.
+        memory, each of `parts` micro-batches reads its own.
         """
         held = self.expert_cache_bytes(tiers)
         if not held or not unit.experts:
@@ -303,38 +296,27 @@ def _slot(slot: Slot, experts: int) -> SlotShape:
         round_to_pages(s.nbytes) + (PAGE if s.nbytes % PAGE or s.offset % PAGE else 0)
         for s in stored
     )
-    shape = slot.parameter.shape
-    of_experts = bool(experts) and len(shape) > 2 and shape[0] == experts
-    elements = slot.parameter.numel() if len(shape) > 1 else 0
-    unpacked, converted = 0, 0
-    if slot.packing is not None:
-        disk, unpacked = round_to_pages(slot.tier_bytes), slot.nbytes if slot.is_unpacked else 0
-    else:
-        converted = _temporary_bytes(slot.lazy, slot.nbytes)
+    is_quantized, shape = slot.packing is not None, slot.parameter.shape
     return SlotShape(
         slot.tier_bytes,
-        disk,
-        unpacked,
-        converted,
-        elements,
-        of_experts,
-        is_quantized=slot.packing is not None,
+        round_to_pages(slot.tier_bytes) if is_quantized else disk,
+        slot.nbytes if slot.is_unpacked else 0,
+        0 if is_quantized else _temporary_bytes(slot.lazy),
+        slot.parameter.numel() if len(shape) > 1 else 0,
+        bool(experts) and len(shape) > 2 and shape[0] == experts,
+        is_quantized,
     )
 
 
-def _temporary_bytes(lazy: LazyWeight, nbytes: int) -> int:
-    """Return the bytes that `materialize` allocates: 0 if the parameter is a view of the bytes read."""
-    if not isinstance(lazy, Computed):
-        return _cloned_bytes(lazy)
-    schema = getattr(lazy.func, "_schema", None)  # only torch's own operators have one
+def _temporary_bytes(part: Any) -> int:
+    """Return the bytes that `materialize` allocates beside those read; views take none."""
+    if isinstance(part, Stored):  # misaligned tensors are copied; without kernels, all are
+        is_copied = part.offset % part.dtype.itemsize or not kernels.available()
+        return part.nbytes if is_copied else 0
+    if not isinstance(part, Computed):
+        return 0
+    schema = getattr(part.func, "_schema", None)  # only torch's own operators have one
     is_view = schema is not None and all(v.alias_info is not None for v in schema.returns)
-    inner = sum(_temporary_bytes(part, nbytes) for part in lazy.args if isinstance(part, Computed))
-    return inner + _cloned_bytes(lazy.args) + (0 if is_view else nbytes)
-
-
-def _cloned_bytes(part: Any) -> int:
-    """Return the bytes of tensors that are copied after reading: misaligned ones; without kernels, all."""
-    if isinstance(part, Stored):
-        clones = part.offset % part.dtype.itemsize or not kernels.available()
-        return part.nbytes if clones else 0
-    return sum(map(_cloned_bytes, part)) if isinstance(part, list | tuple) else 0
+    assert part.shape is not None and part.dtype is not None
+    own = 0 if is_view else prod(part.shape) * part.dtype.itemsize
+    return own + sum(map(_temporary_bytes, tree_leaves(part.args)))

@@ -35,7 +35,6 @@ from verbatim.weights.formats.checkpoint import grouped, packed_codes
 from verbatim.weights.lazy import Computed, LazyWeight, Traced, traced
 from verbatim.weights.skeleton import fill
 
-_PACKAGES = {"gguf": "gguf", "accelerate": "accelerate"}
 _SHARD_SUFFIX = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _FLOATS = {
     "F64": torch.float64,
@@ -87,7 +86,7 @@ def open_gguf(path: Path, source: ModelSource, tokenizer: Any, *, in_memory: boo
             decoded in memory.
         ModelError, UnsupportedModel: the file can't be read, or transformers does not support it.
     """
-    missing = [package for name, package in _PACKAGES.items() if find_spec(name) is None]
+    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing:
         raise NotSupported(
             f"{path}: reading a GGUF file needs {' and '.join(missing)}: pip install '.[gguf]'"
@@ -191,12 +190,7 @@ def _tokenizer(path: Path) -> Any:
 def _tensors(
     path: Path, reader: Any, config: Any, empty: Any, dtype: torch.dtype
 ) -> dict[str, Traced]:
-    """Return the traced tensors of a GGUF file, by transformers' names.
-
-    Args:
-        reader: the file, opened with the gguf package.
-        empty: the module on the meta device.
-        dtype: dtype of decoded weights.
+    """Return the traced tensors of a GGUF file, by transformers' names; decoded weights are in `dtype`.
 
     Raises:
         NotSupported: transformers rearranges tensors of this architecture in other ways.
