@@ -145,7 +145,7 @@ def test_prefixes_on_disk_are_cached_until_sleep(folders: Folders, no_thread_lef
         assert facts(again) == expected and again.num_cached_tokens >= 32
         llm.sleep()
         assert not [t for t in threading.enumerate() if t.name.startswith("verbatim-K and V")]
-        assert llm.engine.runner.store.staging_bytes == 0
+        assert llm.engine.runner.store.staging_bytes == (0, 0)
         llm.wake()
         last = llm.generate([prompt], GREEDY)[0]
         assert facts(last) == expected and not last.num_cached_tokens

@@ -448,7 +448,7 @@ def _tiers_of(message: Message, share: float, loaded: LoadedModel, draft: Mtp | 
         kv_bytes = int(options.kv_bytes * share)
     if offload.gpu is None and offload.cpu is None:
         if offload.weights is None:
-            offload = replace(offload, gpu=int(message["memory"] * BUDGET_SHARE))
+            offload = offload.replace(gpu=int(message["memory"] * BUDGET_SHARE))
         elif kv_bytes is None:
             kv_bytes = int(message["memory"] * DEFAULT_KV_SHARE)
     options = replace(options, kv_bytes=kv_bytes, quantization=loaded.quantization)

@@ -6,7 +6,7 @@ import math
 import numbers
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,6 +120,10 @@ class Offload:
             ) from None
         workload = integer("workload[0]", prompt), integer("workload[1]", new)
         object.__setattr__(self, "workload", workload)
+
+    def replace(self, **changes: Any) -> Offload:
+        """Return a copy with these fields changed."""
+        return replace(self, **changes)
 
 
 def percents(name: str, value: Any) -> Percents:

@@ -109,6 +109,7 @@ class Prediction:
         prefill_s: seconds for the prompts of all sequences.
         tokens_per_s: new tokens/s, including the time of the prompts.
         limit: "reading weights", "reading and writing K and V", "copying to the GPU", or "computing".
+        decode_tokens_per_s: new tokens/s, without the time of the prompts.
     """
 
     sequences: int
@@ -117,15 +118,7 @@ class Prediction:
     prefill_s: float
     tokens_per_s: float
     limit: str
-
-    @property
-    def decode_tokens_per_s(self) -> float:
-        """New tokens/s, without the time of the prompts."""
-        return self.sequences / (self.decode.seconds + self.sample_s)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {**asdict(self), "decode_tokens_per_s": self.decode_tokens_per_s}
+    decode_tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +157,7 @@ class Forecast:
 
         def products_s(numbers: Iterable[int], rows: float) -> float:
             slots, rates = (shape.slots[i] for i in numbers), (m.product(rows), m.packed(rows))
-            return sum(slot.elements * rates[slot.is_multiplied_packed] for slot in slots)
+            return sum(s.elements * rates[s.is_quantized and not s.unpacked_bytes] for s in slots)
 
         seconds = products_s((i for i in unit.slots if i not in stacked), rows)
         if stacked:
@@ -244,22 +237,17 @@ class Forecast:
         )
 
     def _pipelined_s(
-        self, weights: list[int], compute: list[float], ring_bytes: int, rate: float
+        self, read_bytes: list[int], compute_s: list[float], ring_bytes: int, rate: float
     ) -> float:
         """Return the seconds of a forward that computes each unit while the next ones are read.
 
         A unit is read as soon as the ring has room for it beside the units that are in use or wait.
-
-        Args:
-            weights: bytes to read for each unit.
-            compute: compute time of each unit, in seconds.
-            rate: bytes/s of reads.
         """
         held = deque[tuple[int, float]]()  # (bytes of a unit, end of its use)
         begin = now = read = 0.0
         for _ in range(2):  # the first forward starts with an empty ring
             begin = now
-            for nbytes, seconds in zip(weights, compute, strict=True):
+            for nbytes, seconds in zip(read_bytes, compute_s, strict=True):
                 if nbytes:
                     while held and sum(size for size, _ in held) + nbytes > ring_bytes:
                         read = max(read, held.popleft()[1])
@@ -302,12 +290,13 @@ class Forecast:
             prefill_s=prefill_s,
             tokens_per_s=sequences * new / total_s,
             limit=limit,
+            decode_tokens_per_s=sequences / (decode.seconds + drawing_s),
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON values."""
         return {
             "plan": self.plan.as_dict(),
-            "prediction": self.prediction.as_dict(),
+            "prediction": asdict(self.prediction),
             "machine": asdict(self.machine),
         }

@@ -281,10 +281,6 @@ class CachedLayer(ExpertShare):
 class _Pool:
     """Slots for experts of one shape.
 
-    Args:
-        like: a layer with such experts.
-        count: number of slots.
-
     Attributes:
         layers, experts, jobs: for each slot, the layer and number of its expert (-1: none), and its read.
     """
@@ -294,18 +290,17 @@ class _Pool:
         self.layers: Ints = np.zeros(count, dtype=np.int64)
         self.experts: Ints = np.full(count, -1)
         self.jobs = [_FINISHED] * count
-        self._bytes = {key: stack.expert_bytes for key, stack in like.stacks.items()}
-        self._memory = {key: pages(count * nbytes) for key, nbytes in self._bytes.items()}
+        sizes = {key: stack.expert_bytes for key, stack in like.stacks.items()}
+        self._memory = {key: pages(count * n).view(count, n) for key, n in sizes.items()}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return self.count * sum(self._bytes.values())
+        return sum(memory.nbytes for memory in self._memory.values())
 
     def room(self, key: str, slot: int) -> npt.NDArray[np.uint8]:
         """Return the memory of one parameter of a slot's expert."""
-        nbytes = self._bytes[key]
-        room: npt.NDArray[np.uint8] = self._memory[key][slot * nbytes : (slot + 1) * nbytes].numpy()
+        room: npt.NDArray[np.uint8] = self._memory[key][slot].numpy()
         return room
 
     def by_next_use(self, now: CachedLayer, wanted: Ints, choices: int, unused_layers: int) -> Ints:
@@ -347,15 +342,12 @@ class _Pool:
                 packed.append((key, replace(packing, shape=(self.count, *packing.shape[1:]))))
         module = copy.deepcopy(layer.module, memo)
         for key, packing in packed:
-            hold_quantized(module, key, self._memory[key], packing)
+            hold_quantized(module, key, self._memory[key].flatten(), packing)
         return module
 
 
 def _shape_of(layer: ExpertLayer) -> Any:
     """Return the shapes and formats of a layer's experts, by which layers share a pool."""
-    shapes: list[Any] = []
-    for key, stack in layer.stacks.items():
-        parameter, packing = stack.parameter, stack.packing
-        kind = None if packing is None else (packing.rows, packing.interleaved)
-        shapes.append((key, parameter.shape[1:], parameter.dtype, stack.expert_bytes, kind))
-    return tuple(shapes)
+    kinds = [(s.parameter.dtype, s.packing and s.packing.single) for s in layer.slots]
+    shapes = [(key, s.parameter.shape[1:], s.expert_bytes) for key, s in layer.stacks.items()]
+    return *kinds, *shapes

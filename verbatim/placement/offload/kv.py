@@ -267,14 +267,10 @@ class TieredKVStore(KVStore):
         return sum(self.bytes_by_tier().values())
 
     @property
-    def staging_bytes(self) -> int:
-        """Bytes of RAM through which blocks are moved."""
-        return self.ring.nbytes if self._lane is None else self._lane.buffer.nbytes
-
-    @property
-    def device_staging_bytes(self) -> int:
-        """Bytes of device memory into which blocks are copied."""
-        return 0 if self._lane is None else self.ring.nbytes
+    def staging_bytes(self) -> tuple[int, int]:
+        """Bytes of RAM, and of a device's own memory, through which blocks are moved."""
+        ring = self.ring.nbytes
+        return (ring, 0) if self._lane is None else (self._lane.buffer.nbytes, ring)
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Return the bytes of K and V in each tier. Layers on the disk keep their space after `release`."""

@@ -71,8 +71,7 @@ class Planner:
         is_given = offload.gpu is not None or offload.cpu is not None
         if self.on_gpu and (is_given or offload.weights is None):
             near, far = options.device.available_memory, available_memory()
-            offload = replace(
-                offload,
+            offload = offload.replace(
                 gpu=int(near * BUDGET_SHARE) if offload.gpu is None else offload.gpu,
                 cpu=int(far * BUDGET_SHARE) if offload.cpu is None else offload.cpu,
             )
@@ -448,17 +447,11 @@ class Planner:
     def _refuse(self) -> NoReturn:
         """Raise an error that names the chosen values, the limits and a sufficient budget."""
         offload, options = self.offload, self.options
-        chosen = {
-            "weights": offload.weights,
-            "kv": offload.kv,
-            "activations": offload.activations,
-            "kv_memory": options.kv_bytes,
-            "batch_size": offload.batch_size,
-            "micro_batches": offload.micro_batches,
-            "max_batch_tokens": None
-            if options.plan_sets_batch_tokens
-            else options.max_batch_tokens,
-        }
+        names = "weights", "kv", "activations", "batch_size", "micro_batches"
+        chosen = {name: getattr(offload, name) for name in names}
+        chosen["kv_memory"] = options.kv_bytes
+        if not options.plan_sets_batch_tokens:
+            chosen["max_batch_tokens"] = options.max_batch_tokens
         choices = ", ".join(f"{name}={v}" for name, v in chosen.items() if v is not None)
         choices = f"with {choices}, " if choices else ""
         if self._smallest_plan(self.budgets)[1]["disk"] < 0:
@@ -495,9 +488,6 @@ class Planner:
         """Return the plan that takes the least memory, whether it fits or not, and its free bytes.
 
         Plans that do not fit on the disk are the last choice.
-
-        Args:
-            budgets: bytes of the tiers in memory.
         """
         planner = copy(self)
         planner.budgets = budgets
@@ -533,11 +523,9 @@ def forecast(model: OpenRequest, offload: Offload, units: Units) -> Forecast:
 
 
 def _ring_bytes(sizes: list[int], *, roomy: bool) -> int:
-    """Return the size of the staging buffer for weights.
+    """Return the size of the staging buffer for units of these sizes, in the order of a forward.
 
-    Args:
-        sizes: bytes of the units in the order of a forward.
-        roomy: whether two neighbours fit, so that one is read while the other is used; else one unit.
+    If `roomy`, two neighbours fit, so that one is read while the other is used; else one unit.
     """
     sizes = [size for size in sizes if size]
     if not roomy or len(sizes) < 2:

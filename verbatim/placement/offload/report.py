@@ -14,20 +14,22 @@ from verbatim.placement.offload.cost import Forecast, Load
 
 def amount(nbytes: float) -> str:
     """Format bytes, such as "1.24 GB"."""
-    for unit in ("bytes", "KB", "MB"):
-        if nbytes < 999.5:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:,.3g} GB" if nbytes < 999.5 else f"{nbytes:,.0f} GB"
+    return _in_units(nbytes, "bytes", "KB", "MB", "GB")
 
 
 def duration(seconds: float) -> str:
     """Format seconds, such as "350 ms"."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} us"
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+    return _in_units(seconds * 1e6, "us", "ms", "s")
+
+
+def _in_units(value: float, *units: str) -> str:
+    """Format an amount of the first unit in the largest that fits; each is a thousand of the one before."""
+    *smaller, largest = units
+    for unit in smaller:
+        if value < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} {largest}" if value < 999.5 else f"{value:,.0f} {largest}"
 
 
 def shares(percents: Percents) -> str:

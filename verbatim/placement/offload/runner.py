@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -97,8 +97,7 @@ class Tiers:
             hidden = HiddenStates(
                 loaded.module, plan.activations, scratch, trace, is_separate=device is not None
             )
-            moves = plan.activations[2] or (device is not None and plan.activations[1])
-            self.schedule = BlockSchedule(self.weights, hidden if moves else None)
+            self.schedule = BlockSchedule(self.weights, hidden)
             self.options = replace(
                 options,
                 kv_bytes=plan.kv_bytes,
@@ -230,7 +229,7 @@ class Offloaded(Resident):
             "attention": "exact" if top_k is None else f"approximate: top {top_k} keys",
             "plan_summary": plan_line(self.forecast),
             "plan": self.plan.as_dict(),
-            "prediction": self.forecast.prediction.as_dict(),
+            "prediction": asdict(self.forecast.prediction),
         }
 
     def forward(self, batch: Batch) -> Forward:
@@ -266,7 +265,7 @@ class Offloaded(Resident):
         """Return the bytes in memory by kind."""
         in_place = sum(slot.tier_bytes for slot in self.weights.units.slots if slot.tier != "disk")
         experts, device_ring = self.weights.experts, self.weights.device_ring
-        kv = self.store.bytes_by_tier()
+        kv, (staging, device_staging) = self.store.bytes_by_tier(), self.store.staging_bytes
         return {
             "weights": in_place,
             "experts": 0 if experts is None else experts.nbytes,
@@ -274,8 +273,8 @@ class Offloaded(Resident):
             "ring": self.weights.ring.nbytes,
             "GPU ring": 0 if device_ring is None else device_ring.nbytes,
             "K and V": kv["gpu"] + kv["cpu"],
-            "K and V buffers": self.store.staging_bytes,
-            "GPU K and V buffers": self.store.device_staging_bytes,
+            "K and V buffers": staging,
+            "GPU K and V buffers": device_staging,
         }
 
     def timings(self) -> Timings:

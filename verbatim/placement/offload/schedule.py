@@ -99,6 +99,7 @@ class HiddenStates:
     ) -> None:
         self._module, self._percents = module, percents
         self._scratch, self._trace, self._is_separate = scratch, trace, is_separate
+        self._moves = percents[2] > 0 or (is_separate and percents[1] > 0)
         self._extents: dict[int, tuple[int, int]] = {}  # by part number: offset in the file, bytes
         # By part: the emptied storage, its size in bytes, and its copy in RAM; None: the copy is on the disk.
         self._moved = WeakKeyDictionary[
@@ -109,6 +110,8 @@ class HiddenStates:
 
     def evict(self, part: SuspendedForward) -> None:
         """Write the hidden states of a part to its tier and free their memory; may raise TierFailed."""
+        if not self._moves:
+            return
         tier = assign_tiers([1] * (part.number + 1), self._percents)[-1]
         if tier == "gpu" or (tier == "cpu" and not self._is_separate):
             return
@@ -171,11 +174,11 @@ class BlockSchedule:
 
     Args:
         weights: installs the parameters of units; its plan has the sizes of micro-batches.
-        activations: moves hidden states to their tiers between two units; None: they are not moved.
+        hidden: moves hidden states to their tiers between two units.
     """
 
-    def __init__(self, weights: Weights, activations: HiddenStates | None) -> None:
-        self._plan, self.weights, self.activations = weights.plan, weights, activations
+    def __init__(self, weights: Weights, hidden: HiddenStates) -> None:
+        self._plan, self.weights, self._hidden = weights.plan, weights, hidden
 
     def learning(self) -> AbstractContextManager[None]:
         """Record the order in which units are used in the block."""
@@ -213,16 +216,13 @@ class BlockSchedule:
     def _advance(
         self, part: SuspendedForward, unit: Unit | None, others: list[SuspendedForward]
     ) -> None:
-        # A single part never waits, so its hidden states stay.
-        movable = self.activations if len(others) > 1 else None
-        if self.activations is not None and unit is not None:
-            self.activations.restore(part)
+        self._hidden.restore(part)
         begin = perf_counter()
         part.resume()
         name = f"start #{part.number}" if unit is None else f"{unit.name} #{part.number}"
         self.weights.trace.add("compute", "weights", name, begin)
-        if movable is not None and part.unit is not None:
-            movable.evict(part)
+        if part.unit is not None and len(others) > 1:  # a single part never waits
+            self._hidden.evict(part)
 
 
 class UnitGate(WeightGate):

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 
@@ -71,25 +72,23 @@ class Trace:
         """Reset the sums to 0."""
         self._sums = {}
 
-    def events(self) -> list[dict[str, object]]:
-        """Return Chrome's trace events, which https://ui.perfetto.dev displays."""
-        spans = list(self._spans)
-        tracks = {track: i for i, track in enumerate(dict.fromkeys(s[0] for s in spans))}
-        events: list[dict[str, object]] = [
-            {"ph": "M", "tid": tid, "name": "thread_name", "args": {"name": track}}
-            for track, tid in tracks.items()
-        ]
-        for track, name, begin, end in spans:
+    def _events(self) -> Iterator[dict[str, object]]:
+        """Yield Chrome's trace events, which https://ui.perfetto.dev displays."""
+        tracks: dict[str, int] = {}
+        for track, name, begin, end in list(self._spans):
+            tid = tracks.setdefault(track, len(tracks))
             times = {"ts": (begin - self._begin) * 1e6, "dur": (end - begin) * 1e6}
             kind = track.split()[0]
-            events.append({"ph": "X", "tid": tracks[track], "name": name, "cat": kind, **times})
-        return [{"pid": 1, **event} for event in events]
+            yield {"ph": "X", "pid": 1, "tid": tid, "name": name, "cat": kind, **times}
+        for track, tid in tracks.items():
+            names = {"name": "thread_name", "args": {"name": track}}
+            yield {"ph": "M", "pid": 1, "tid": tid, **names}
 
     def write(self) -> None:
         """Write the file, completely or not at all; raise TierFailed if that fails."""
         if self.path is None:
             return
-        text = json.dumps({"traceEvents": self.events()})
+        text = json.dumps({"traceEvents": [*self._events()]})
         try:
             if self.path.exists() and not self.path.is_file():  # a pipe, a device
                 self.path.write_text(text)
