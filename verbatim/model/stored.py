@@ -17,7 +17,7 @@ from verbatim.errors import ModelError
 
 Stamp = tuple[int, int, int, int]
 
-_DTYPES = {
+DTYPES = {  # by the names of safetensors
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -106,9 +106,9 @@ def stored_in(path: Path) -> dict[str, Stored]:
             if name == "__metadata__":
                 continue
             begin, end = map(operator.index, entry["data_offsets"])
-            if entry["dtype"] not in _DTYPES:  # transformers reports it as missing if needed
+            if entry["dtype"] not in DTYPES:  # transformers reports it as missing if needed
                 continue
-            dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+            dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
             # Unlike `torch.Size`, `empty` refuses negative numbers and numbers that overflow.
             if end - begin != torch.empty(shape, dtype=dtype, device="meta").nbytes:
                 raise _Damage(f"a tensor of {list(shape)} has {end - begin} bytes")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -70,6 +71,7 @@ class Machine:
         return itemsize / self.product(1)
 
 
+@lru_cache
 def _between(measured: tuple[tuple[int, float], ...], rows: float) -> float:
     counts, seconds = zip(*measured, strict=True)
     beyond = max(1.0, rows / counts[-1])

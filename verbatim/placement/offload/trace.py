@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from stat import S_ISREG
 from time import perf_counter
 
 from verbatim.common.files import atomic_write
@@ -90,14 +91,11 @@ class Trace:
             return
         text = json.dumps({"traceEvents": [*self._events()]})
         try:
-            if self.path.exists() and not self.path.is_file():  # a pipe, a device
-                self.path.write_text(text)
-                return
-            target = self.path.resolve()  # keeps a symbolic link
-            with atomic_write(target, f".{target.name}.") as file:
+            with atomic_write(self.path, f".{self.path.name}.") as file:
                 file.write(text.encode())
-                mask = os.umask(0)
-                os.umask(mask)
-                os.fchmod(file.fileno(), 0o666 & ~mask)
+                if S_ISREG(os.fstat(file.fileno()).st_mode):
+                    mask = os.umask(0)
+                    os.umask(mask)
+                    os.fchmod(file.fileno(), 0o666 & ~mask)
         except OSError as error:
             raise TierFailed(f"trace: can't write {self.path}: {error.strerror}") from error

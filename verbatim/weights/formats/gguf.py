@@ -29,19 +29,13 @@ from verbatim.model.loader import (
     read_config,
     resolve_dtype,
 )
-from verbatim.model.stored import Stored, stamp_of
+from verbatim.model.stored import DTYPES, Stored, stamp_of
 from verbatim.quantization.rows import unfold
 from verbatim.weights.formats.checkpoint import grouped, packed_codes
 from verbatim.weights.lazy import Computed, LazyWeight, Traced, traced
 from verbatim.weights.skeleton import fill
 
 _SHARD_SUFFIX = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
-_FLOATS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 _ENDS = ("eot", "eom")  # of a turn and of a message, where completions end, too
 # transformers' tensor processors that work on tensors without data.
 _PROCESSORS = (
@@ -247,7 +241,7 @@ def _process(processor: Any, name: str, tensor: Tensor, names: dict[str, str]) -
 def _lazy(path: Path, tensor: Any, dtype: torch.dtype, stamp: Any) -> LazyWeight:
     kind = tensor.tensor_type
     shape = tuple(int(n) for n in reversed(tensor.shape))
-    stored_dtype = _FLOATS.get(kind.name, torch.uint8)
+    stored_dtype = DTYPES.get(kind.name, torch.uint8)
     stored_shape = shape if stored_dtype.is_floating_point else tuple(map(int, tensor.data.shape))
     begin, nbytes = int(tensor.data_offset), int(tensor.n_bytes)
     stored = Stored(tensor.name, path, begin, nbytes, stored_dtype, stored_shape, stamp)
