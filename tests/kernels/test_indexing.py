@@ -112,7 +112,11 @@ def in_any_cut(shapes: list[LayerShape], dtype: Any, step: Step) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("top_k", [1, 20, LENGTH])
-def test_attention_to_chosen_keys_has_the_same_bits_in_any_chunking(dtype: Any, top_k: int) -> None:
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention_to_chosen_keys_has_the_same_bits_in_any_chunking(
+    dtype: Any, top_k: int, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verbatim.kv.indexing._MAX_ELEMENTS", 4000)  # about 50 rows at a time
     numbers = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
@@ -120,10 +124,12 @@ def test_attention_to_chosen_keys_has_the_same_bits_in_any_chunking(dtype: Any, 
 
     index_q, index_k, weights = noise(LENGTH, 3, 16), noise(LENGTH, 1, 16), noise(LENGTH, 3)
     q, k, v = noise(LENGTH, 4, 8), noise(LENGTH, 2, 8), noise(LENGTH, 2, 12)
+    sinks = noise(4) if has_sinks else None
 
     def plainly(store: KVStore, at: Tensor, slots: Tensor, batch: Any, **chosen: Tensor) -> Tensor:
         store.write(1, k[at], v[at], slots)
-        return store.attend(1, q[at], batch, AttentionOptions(scale=0.3, **chosen))
+        options = AttentionOptions(scale=0.3, sinks=sinks, **chosen)
+        return store.attend(1, q[at], batch, options)
 
     def by_index(store: KVStore, at: Tensor, slots: Tensor, batch: AttentionBatch) -> Tensor:
         store.write(0, index_k[at], index_k[at][..., :0], slots)
