@@ -481,6 +481,7 @@ def test_engine_of_bare_module_is_collected_with_it() -> None:
         (dict(input_ids=torch.tensor([1, 2])), "shape"),
         (dict(input_ids=torch.zeros(1, 2)), "integer tensor"),
         (dict(attention_mask=torch.ones(1, 3)), "attention_mask has shape"),
+        (dict(attention_mask=torch.ones(1, 2, device="meta")), "attention_mask .* with data"),
         (dict(attention_mask=torch.zeros(1, 2)), "row 0"),
         (dict(attention_mask=torch.tensor([[0.0, -1e9]])), "must hold only 0"),
         (dict(attention_mask=[[1, 1]]), "must be a tensor"),

@@ -122,8 +122,7 @@ class PaddedRows:
 
 def check_padded(ids: Any, attention_mask: Any, *, name: str = "input_ids") -> None:
     """Raise InvalidRequest unless these are ids `[rows, length]`, with padding only at the ends of rows."""
-    is_dense = isinstance(ids, Tensor) and ids.layout == torch.strided and not ids.is_meta
-    if not is_dense or ids.ndim != 2 or ids.dtype not in _ID_DTYPES:
+    if not _has_dense_data(ids) or ids.ndim != 2 or ids.dtype not in _ID_DTYPES:
         shown = type(ids).__name__
         if isinstance(ids, Tensor):
             shown = f"{ids.dtype} {list(ids.shape)} on {ids.device}"
@@ -133,16 +132,21 @@ def check_padded(ids: Any, attention_mask: Any, *, name: str = "input_ids") -> N
         )
     if attention_mask is None:
         return
-    if not isinstance(attention_mask, Tensor) or attention_mask.shape != ids.shape:
+    if not _has_dense_data(attention_mask) or attention_mask.shape != ids.shape:
         shape = getattr(attention_mask, "shape", type(attention_mask).__name__)
         raise InvalidRequest(
-            f"attention_mask has shape {shape}; it must be a tensor of {name}' shape, {ids.shape}"
+            f"attention_mask has shape {shape}; it must be a tensor of {name}' shape, {ids.shape}, "
+            "dense and with data"
         )
     if not ((attention_mask == 0) | (attention_mask == 1)).all():
         raise InvalidRequest("attention_mask must hold only 0 (padding) and 1 (a token)")
     steps = attention_mask.long().diff(dim=1, prepend=attention_mask.new_zeros(len(ids), 1).long())
     if ((steps == 1).sum(dim=1) > 1).any():
         raise InvalidRequest("attention_mask has padding in the middle of a row")
+
+
+def _has_dense_data(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
 
 
 def pad_rows(
