@@ -650,7 +650,8 @@ REFUSED = [
     dict(streaming_interval=0), dict(temperature=-1.0), dict(temperature=float("nan")), dict(top_p=1.5),
     dict(top_p=torch.ones(2)), dict(streaming=torch.ones(2)), dict(top_k=-1), dict(top_k=2.0),
     dict(num_tokens_to_generate=-1), dict(num_tokens_to_generate=3, num_tokens_total=9),
-    dict(termination_id=-2), dict(top_n_logprobs=-1), dict(seed=2**63), dict(stop_words="the"),
+    dict(termination_id=-2), dict(top_n_logprobs=-1), dict(top_n_logprobs=2000), dict(seed=2**63),
+    dict(stop_words="the"),
     dict(add_BOS=1), dict(return_prompt_top_n_logprobs=True),
     dict(return_prompt_top_n_logprobs=True, top_n_logprobs=2, skip_prompt_log_probs=True),
 ]  # fmt: skip
@@ -707,8 +708,11 @@ def test_unsupported_and_invalid_requests_are_rejected(controller):
     run, sample = controller.generate_all_output_tokens_static_batch, controller.sample_from_logits
     logits, stream = torch.zeros(1, 4), AsyncStream(1, lambda: None)
     segments = SamplingParams(return_segments=True, detokenize_generations=False)
+    unknown_end = SamplingParams(termination_id=2**31)
     for message, call in {
         "encoder_prompt": lambda: add_request(request(encoder_prompt="x")),
+        "prompt=3: must be": lambda: add_request(request(prompt=3)),
+        f"termination_id={2**31}": lambda: add_request(request(sampling_params=unknown_end)),
         "prefill_chunk_length": lambda: add_request(request(), prefill_chunk_length=4),
         "neither": lambda: add_request(InferenceRequest(request_id=1)),
         "must be Megatron's": lambda: add_request(request(sampling_params=HouseParams())),

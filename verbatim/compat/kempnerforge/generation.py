@@ -11,7 +11,7 @@ import verbatim
 from verbatim.api.llm import LLM
 from verbatim.api.padded import check_padded
 from verbatim.api.tensors import engine_of
-from verbatim.common.checks import integer
+from verbatim.common.checks import integer, optional_integer
 from verbatim.compat.kempnerforge.filters import filters, is_zero
 from verbatim.errors import InvalidRequest, PromptTooLong
 
@@ -84,10 +84,10 @@ def generate(
     rows = prompt_tokens if prompt_tokens.dim() == 2 else prompt_tokens.unsqueeze(0)
     check_padded(rows, None, name="prompt_tokens")
     num_new = integer("max_new_tokens", max_new_tokens, 0)
-    eos = None if eos_token_id is None else integer("eos_token_id", eos_token_id, 0)
     if seed is None and is_zero(temperature):
         seed = 0
     llm = engine_of(model)
+    eos = optional_integer("eos_token_id", eos_token_id, 0, llm.engine.admission.vocab_size - 1)
     _check_length(llm, rows.shape[1], num_new)
     tokens = verbatim.generate(
         llm,

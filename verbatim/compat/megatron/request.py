@@ -13,12 +13,13 @@ from torch import Tensor
 
 from verbatim.common.checks import check_fields, check_kind, integer, number, optional_integer
 from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.params import MAX_LOGPROBS
 
 _NUMBERS: dict[str, tuple[Any, ...]] = {
     "temperature": (number, 0.0),
     "top_k": (integer, 0),
     "top_p": (number, 0.0, 1.0),
-    "top_n_logprobs": (integer, 0),
+    "top_n_logprobs": (integer, 0, MAX_LOGPROBS),
     "min_tokens": (integer, 0),
     "streaming_interval": (integer, 1),
     "num_tokens_to_generate": (optional_integer, 0),
@@ -56,7 +57,8 @@ class SamplingParams:
         return_prompt_top_n_logprobs: deprecated; follows from top_n_logprobs and skip_prompt_log_probs.
         add_BOS: begin a text prompt with the tokenizer's `bos`; by default it has none.
             Prompts given as ids are not changed.
-        min_tokens: number of tokens before which the termination id is not drawn.
+        min_tokens: number of tokens before which the termination id is not drawn, and no stop word ends
+            the completion.
         stop_words: strings that end the completion. The text is cut before them, the ids are not.
         detokenize_stop_sequence: keep the stop word, or the `eod`, in the text.
         return_prompt_tokens: no effect: a finished request always has its prompt's ids.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from verbatim.api.llm import LLM
 from verbatim.api.tensors import engine_of
+from verbatim.common.checks import integer
 from verbatim.compat.megatron.request import (
     DynamicInferenceRequest,
     InferenceRequest,
@@ -23,7 +24,7 @@ from verbatim.compat.megatron.request import (
     Status,
     TopN,
 )
-from verbatim.compat.shared import accepts
+from verbatim.compat.shared import accepts, check_kind
 from verbatim.core import FinishReason, Request, TopLogprobs
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import SamplingParams as EngineParams
@@ -93,6 +94,7 @@ class Translation:
             raise NotSupported(
                 "encoder_prompt: only decoder models are supported; leave it at None"
             )
+        check_kind("prompt", request.prompt, str | None, "a string or None")
         params = SamplingParams.of(request.sampling_params)
         self._check_text(params)
         ids = _caller_ids(request)
@@ -273,10 +275,11 @@ class Translation:
     def _termination_id(self, params: SamplingParams) -> int | None:
         if params.no_early_termination or params.termination_id == -1:
             return None
+        vocab_size = self.llm.engine.admission.vocab_size
         if params.termination_id is not None:
-            return params.termination_id
+            return integer("termination_id", params.termination_id, 0, vocab_size - 1)
         eod = None if self.tokenizer is None else eod_of(self.tokenizer)
-        return eod if eod is not None and eod < self.llm.engine.admission.vocab_size else None
+        return eod if eod is not None and eod < vocab_size else None
 
     def _check_text(self, params: SamplingParams) -> None:
         for name in ("stop_words", "return_segments", "top_n_logprobs"):
