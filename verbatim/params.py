@@ -66,7 +66,8 @@ class SamplingParams:
         logit_bias: number to add to the logit, by token id.
         bad_words: strings, or lists of ids, that are never generated; at most 4096.
         allowed_token_ids: the only ids that may be drawn; None allows all.
-        min_tokens: number of tokens before which end-of-sequence ids and stop ids are banned.
+        min_tokens: number of tokens before which end-of-sequence ids and stop ids are banned, and stop
+            strings do not end the completion.
         max_tokens: maximum number of new tokens; None: up to the length limit.
         stop: strings that end the completion; the text is cut before the string.
         stop_token_ids: ids, or lists of ids, that end the completion; they stay in `token_ids`.
