@@ -645,6 +645,15 @@ def test_unsupported_features_fall_back_to_transformers_generate(
     assert torch.equal(mine, expected)
 
 
+@pytest.mark.parametrize("pad", [0, EOS])
+def test_only_leading_pads_are_masked_in_transformers_generate(model: Any, pad: int) -> None:
+    ids = torch.tensor([[pad, pad, 9, 8], [5, pad, 8, 9]])
+    kwargs: dict[str, Any] = dict(max_new_tokens=4, guidance_scale=1.5, pad_token_id=pad)
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    expected = model.generate(ids, attention_mask=mask, **kwargs)
+    assert torch.equal(model.generate(ids, **kwargs), expected)
+
+
 def test_inputs_embeds_and_assistant_model_give_same_tokens(model: Any, toy: Any) -> None:
     embeds = toy.get_input_embeddings()(ROWS).detach()
     mask = torch.ones_like(ROWS)

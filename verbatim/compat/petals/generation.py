@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from verbatim.compat.petals.call import GenerateCall
 from verbatim.compat.petals.session import InferenceSession, active_session, entered
 from verbatim.compat.petals.settings import UNSUPPORTED_BY_TRANSFORMERS, Settings, is_off
 from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.model.limits import declared_pad_id
 from verbatim.options import on_cpu
 from verbatim.params import SamplingParams
 
@@ -108,8 +110,16 @@ class RemoteGenerationMixin:
             if module is None or session is not None or _is_unsupported(arguments):
                 raise
             _log.info("generate runs in the model's own loop: %s", why)
-            rows = None if inputs is None else inputs.to(module.device)
-            output = self.llm.engine.call_module("generate", rows, seed=seed, **arguments)
+            engine, rows = self.llm.engine, None if inputs is None else inputs.to(module.device)
+            has_mask = kwargs.get("attention_mask") is not None
+            if rows is not None and not has_mask and kwargs.get("inputs_embeds") is None:
+                # transformers would mask pad ids within a prompt, or none if the pad is an EOS id.
+                configs = SimpleNamespace(**kwargs), generation_config, engine.generation_config
+                tokenizer = getattr(self.llm.tokenizer, "hf", None)
+                pad_id = declared_pad_id(*configs, engine.config, tokenizer)
+                mask = PaddedRows.of(inputs, None, name="inputs", pad_id=pad_id).mask
+                arguments["attention_mask"] = mask.long().to(module.device)
+            output = engine.call_module("generate", rows, seed=seed, **arguments)
         else:
             with on_cpu():
                 output = run()

@@ -11,6 +11,7 @@ from verbatim.api.llm import LLM
 from verbatim.common.checks import integer
 from verbatim.compat.shared import by_name, check_search, flag
 from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.model.limits import declared_pad_id
 
 # Supported parameters, with transformers' defaults.
 SUPPORTED: dict[str, Any] = dict.fromkeys(
@@ -137,9 +138,7 @@ class Settings(dict[str, Any]):
         self.eos_ids = _ids("eos_token_id", eos_ids)
         self.pad_id: int | None = self["pad_token_id"]
         if self.pad_id is None:
-            sources = llm.engine.config, getattr(llm.tokenizer, "hf", None)
-            ids = (getattr(source, "pad_token_id", None) for source in sources)
-            self.pad_id = next((i for i in ids if isinstance(i, int) and i >= 0), None)
+            self.pad_id = declared_pad_id(llm.engine.config, getattr(llm.tokenizer, "hf", None))
         self.fill_id = next(iter(self.eos_ids), 0) if self.pad_id is None else self.pad_id
 
     def is_on(self, name: str) -> bool:
