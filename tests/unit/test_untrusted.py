@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import struct
 import traceback
@@ -319,3 +320,17 @@ def test_git_lfs_pointer_is_rejected_with_the_reason(folder: Path) -> None:
     refused(folder, r"model\.safetensors is a Git LFS pointer.*git lfs pull")
     (folder / "toy.gguf").write_text(text)
     refused(folder / "toy.gguf", "is a Git LFS pointer|needs gguf")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.json"])
+def test_pipe_in_the_folder_is_rejected_without_waiting_for_a_writer(
+    folder: Path, name: str
+) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    refused(folder, f"{name} is a pipe")
+
+
+def test_shards_without_their_index_are_rejected_by_its_name(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    refused(folder, r"holds no weights.*model\.safetensors\.index\.json")

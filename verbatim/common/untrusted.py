@@ -49,8 +49,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return parsed
 
 
-def refuse_lfs_pointer(path: Path) -> None:
-    """Raise ModelError if `path` is a Git LFS pointer, which means that the file itself was not fetched."""
+def check_stored(path: Path) -> None:
+    """Raise ModelError if `path` is a pipe, or a Git LFS pointer: the file itself was not fetched."""
+    if path.is_fifo():  # opening it would wait for a writer
+        raise ModelError(f"{path} is a pipe; must be a file")
     if not path.is_file() or path.stat().st_size > _MAX_POINTER_BYTES:
         return
     with suppress(OSError), path.open("rb") as file:  # reported where the file is needed

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.batch import LowRank
-from verbatim.common.untrusted import read_json, refuse_lfs_pointer
+from verbatim.common.untrusted import read_json, check_stored
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
 from verbatim.model import products
 from verbatim.model.quantized import placeholder
@@ -99,7 +99,7 @@ def read_folder(folder: Path) -> AdapterFolder:
                 "; load adapter_model.bin with peft and save it with save_pretrained" if old else ""
             )
             raise ModelError(f"{folder} holds no {file.name}{hint}")
-        refuse_lfs_pointer(file)
+        check_stored(file)
     config = _read_config(folder)
     parts: dict[str, dict[str, Stored]] = {}
     whole: dict[str, Stored] = {}

@@ -9,7 +9,7 @@ from typing import Any
 
 from verbatim import storyteller
 from verbatim.common.files import hub_arguments
-from verbatim.common.untrusted import read_json, refuse_lfs_pointer, shards_of
+from verbatim.common.untrusted import read_json, check_stored, shards_of
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
 from verbatim.model.dcp.checkpoint import find_dcp
 from verbatim.model.loader import (
@@ -146,7 +146,7 @@ def _open_folder(
 def _base_of(adapter: Path) -> tuple[str, str | None]:
     """Return the base model of a PEFT adapter, a folder or hub id, and its revision."""
     for path in adapter.iterdir():
-        refuse_lfs_pointer(path)
+        check_stored(path)
     config = read_json(adapter / ADAPTER)
     base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(base, str) or not isinstance(revision, str | None):
@@ -164,17 +164,20 @@ def _base_of(adapter: Path) -> tuple[str, str | None]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse a folder that lacks its config or weights, or has an adapter, invalid JSON or LFS pointers."""
+    """Refuse a folder without config or weights, or with an adapter, invalid JSON, pipes or LFS pointers."""
     config = folder / "config.json"
     if not config.is_file():
         raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
     for path in folder.iterdir():
-        refuse_lfs_pointer(path)
-    read_json(config)
+        check_stored(path)
+    named = read_json(config).get("transformers_weights")
     if (folder / ADAPTER).is_file():
         raise NotSupported(f"{folder} holds an adapter; merge it into the model")
-    if not weight_files(folder) and not any(folder.glob("*.safetensors")):
-        raise ModelError(f"{folder} holds no weights (model.safetensors or pytorch_model.bin)")
+    if not named and not weight_files(folder):
+        raise ModelError(
+            f"{folder} holds no weights: neither {' nor '.join(WEIGHT_FILES)}, nor {WEIGHT_FILES[0]}{INDEX} "
+            "with its shards"
+        )
 
 
 def _download(source: str, hub: dict[str, Any], in_memory: bool, named: str | None) -> Path:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.common.untrusted import reason, refuse_lfs_pointer
+from verbatim.common.untrusted import reason, check_stored
 from verbatim.errors import ModelError, NotSupported, first_line
 from verbatim.kernels.packing import Encoding, Packing, WeightPacking
 from verbatim.model.limits import eos_ids_of
@@ -90,7 +90,7 @@ def open_gguf(path: Path, source: ModelSource, tokenizer: Any, *, in_memory: boo
         raise NotSupported(
             f"{path} is one of {int(parts[1])} parts; join them with llama.cpp's gguf-split --merge"
         )
-    refuse_lfs_pointer(path)
+    check_stored(path)
     reader, dtype = _open(path), source.dtype
     if dtype == "auto":
         is_float32 = all(tensor.tensor_type.name == "F32" for tensor in reader.tensors)
