@@ -50,7 +50,7 @@ from verbatim import LLM, Cluster, InvalidRequest, NotSupported, SamplingParams,
 from verbatim.compat import megatron
 from verbatim.compat.megatron import DynamicInferenceRequest
 from verbatim.draft import EarlyExit
-from verbatim.errors import ModelChanged
+from verbatim.errors import ModelChanged, OutOfBlocks
 from verbatim.placement.distributed import link as links
 from verbatim.placement.distributed import opening as cluster_opening
 from verbatim.placement.distributed import stage_share
@@ -633,6 +633,20 @@ def test_layers_move_between_stages_during_generation(saved: Folders) -> None:
         assert llm.generate([prompt], params)[0].outputs[0].token_ids == expected
     with LLM(saved("gpt2")) as llm, pytest.raises(NotSupported, match="placement=Cluster"):
         llm.rebalance()
+
+
+def test_move_that_fails_leaves_the_layers_where_they_were(saved: Folders) -> None:
+    expected = resident_facts(saved("gpt2"), 5)
+    with clustered(saved("gpt2"), layers=(2, 2, 2)) as llm:
+
+        def fail(**_: Any) -> None:
+            raise OutOfBlocks("no room")
+
+        serving(llm)[1].stage.open = fail  # type: ignore[method-assign]
+        with pytest.raises(OutOfBlocks, match="no room"):
+            llm.engine.runner.group.move([(0, 1), (1, 5), (5, 6)])
+        assert mixed_facts(llm, 5) == expected
+        assert [s["layers"] for s in llm.info()["stages"]] == [[0, 2], [2, 4], [4, 6]]
 
 
 def test_joining_machine_receives_a_stage_between_requests_unless_it_fails(saved: Folders) -> None:

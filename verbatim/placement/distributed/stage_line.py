@@ -278,12 +278,13 @@ class StageLine(StageGroup):
         }
         if not changed:
             return
+        before = [(member.first, member.end) for member in changed]
         self._connected = False
         try:
             self.open(list(changed), list(changed.values()))
             self.allocate(list(changed), members)
         except BaseException as error:
-            for member in changed:
+            for member, (member.first, member.end) in zip(changed, before, strict=True):
                 member.lost = member.lost or "moving layers to it failed"
             if not isinstance(error, StageGone):
                 raise
