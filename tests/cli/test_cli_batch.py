@@ -418,6 +418,7 @@ def test_invalid_paths_are_rejected_before_the_model_opens(tmp_path, monkeypatch
     assert not target.exists()
     assert "must be a regular file" in refused(tmp_path / "pipe", target)
     assert "must be a regular file" in refused(source, tmp_path / "pipe")
+    assert "must be a regular file" in refused(source, "-")
     assert "can't write to" in refused(source, tmp_path)
     assert f"can't write to {'x' * 300}: File name too long" in refused(source, "x" * 300)
     assert "can't be written to the request file" in refused(source, source)

@@ -47,6 +47,7 @@ def taken() -> Any:
         (["--port", "70000"], 2, "port=70000: must be an integer, 0 to 65535"),
         (["--drain-timeout-s", "-1"], 2, "drain_timeout_s=-1: must be an integer, 0 or more"),
         (["--body-timeout-s", "0"], 2, "body_timeout_s=0.0: must be"),
+        (["--request-timeout-s", "0"], 2, "request_timeout_s=0.0: must be"),
         (["--max-requests", "0"], 2, "max_requests=0"),
         (["--api-key-file", "/nowhere"], 1, "/nowhere"),
         (["--cors-origin", "*"], 2, "origin"),

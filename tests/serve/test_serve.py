@@ -578,6 +578,8 @@ def test_models_health_and_engine_endpoints(served):
     assert served.client.get("/v1/models/a/b").status_code == 404
     assert served.client.get("/health").json() == {"status": "ok"}
     assert served.client.get("/ready").json() == {"status": "ready"}
+    for path in ("/health", "/ready"):  # as load balancers ask
+        assert served.client.head(path).status_code == 200
     engine = served.client.get("/v1/engine").json()
     assert engine["info"]["architecture"] == "Qwen3ForCausalLM"
     assert engine["stats"]["blocks_used"] == 0

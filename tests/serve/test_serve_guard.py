@@ -176,7 +176,7 @@ def test_lone_surrogate_in_prompt_is_rejected(served, path, field):
 def test_unknown_paths_and_methods_return_openai_errors(served):
     for method, path, status in [
         ("GET", "/nope", 404), ("POST", "/v1/nope", 404), ("GET", "/v1/completions", 405),
-        ("PUT", "/v1/completions", 405), ("DELETE", "/v1/models", 405), ("HEAD", "/health", 405),
+        ("PUT", "/v1/completions", 405), ("DELETE", "/v1/models", 405), ("HEAD", "/metrics", 405),
         ("OPTIONS", "/v1/completions", 405), ("GET", "/v1/models/%00", 404),
         ("GET", "/../etc/passwd", 404), ("TRACE", "/", 405), ("GET", "/v1/models/", 404),
     ]:  # fmt: skip
@@ -273,7 +273,7 @@ def test_full_engine_queue_is_429(llm):
 
 
 def test_generation_ends_at_server_timeout(llm):
-    with serving(llm, ServeSettings(timeout_s=0.05)) as server:
+    with serving(llm, ServeSettings(request_timeout_s=0.05)) as server:
         for more in ({}, {"timeout_s": 1e6}):
             answer = server.post("/v1/completions", **LONG | more)
             assert answer["choices"][0]["finish_reason"] == "length"
@@ -346,7 +346,7 @@ def test_closed_engine_returns_503():
     "wrong",
     [
         {"max_body_bytes": 0}, {"max_requests": 0}, {"max_requests": True}, {"max_choices": 1.5},
-        {"body_timeout_s": 0}, {"timeout_s": float("nan")}, {"timeout_s": -1}, {"name": " "},
+        {"body_timeout_s": 0}, {"request_timeout_s": float("nan")}, {"request_timeout_s": -1}, {"name": " "},
         {"api_keys": ("short",)}, {"api_keys": ("with space",)}, {"api_keys": ("schlüssel",)},
         {"cors_origins": ("*",)}, {"cors_origins": ("https://a/b",)}, {"cors_origins": ("a",)},
         {"read_timeout_s": 0}, {"port": 65536}, {"log_level": "loud"}, {"drain_timeout_s": -1},

@@ -51,6 +51,8 @@ def batch(
     if len(arguments) < 2:
         raise WrongUsage("missing argument OUT.jsonl")
     source, target = pop_model(arguments, 2, values)
+    if "-" in (source, target):
+        raise WrongUsage("-: must be a regular file, so that a batch can be resumed")
     need_packages("batch", "prometheus_client", "pydantic", "starlette")
     from verbatim.serve.records import Records
 

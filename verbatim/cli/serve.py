@@ -7,15 +7,7 @@ import os
 from functools import partial
 from typing import Any
 
-from verbatim.cli.options import (
-    ADAPTERS,
-    MODEL,
-    Option,
-    fields_of,
-    given_options,
-    helps,
-    with_options,
-)
+from verbatim.cli.options import ADAPTERS, MODEL, Option, fields_of, given_options, with_options
 from verbatim.cli.placing import CLUSTER, OFFLOAD, opened_llm, placement_of
 from verbatim.cli.terminal import WrongUsage, need_packages, note
 from verbatim.common.files import read_file
@@ -49,8 +41,7 @@ SERVER = (
     *_field(_SERVER, "playground docs chat_defaults logprobs_mode training log_level"),
     *_field(_LIMITS, "max_requests max_choices max_body_bytes max_response_bytes max_connections"),
     *_field(_LIMITS, "max_connections_per_address negative_priorities max_update_bytes"),
-    *_field(_LIMITS, "body_timeout_s update_timeout_s drain_timeout_s"),
-    Option("request_timeout_s", float, _LIMITS, helps(ServeSettings)["timeout_s"]),
+    *_field(_LIMITS, "body_timeout_s request_timeout_s update_timeout_s drain_timeout_s"),
 )
 
 
@@ -74,7 +65,6 @@ def serve(**values: Any) -> None:
 def _settings(fields: dict[str, Any]) -> ServeSettings:
     fields["api_keys"] = _keys(fields.pop("api_key_file", None))
     fields["cors_origins"] = tuple(fields.pop("cors_origin", ()))
-    fields["timeout_s"] = fields.pop("request_timeout_s", None)
     try:
         return ServeSettings(**fields).guarded()
     except InvalidRequest as error:

@@ -143,6 +143,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", tags=["Operations"])
     async def health() -> Response:
         """Liveness: the process responds and its engine is open."""
@@ -150,6 +151,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
             raise Refusal(503, "the engine is closed")
         return Json({"status": "ok"})
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", tags=["Operations"])
     async def ready() -> Response:
         """Readiness: new generations are accepted."""

@@ -240,7 +240,7 @@ class Service:
         params = self._with_fair_priority(reservation, len(prompts), params)
         if key := reservation.client.key:
             params = params.replace(cache_salt=f"{key}/{params.cache_salt or ''}")
-        limit = self.settings.timeout_s
+        limit = self.settings.request_timeout_s
         if limit is not None and (params.timeout_s is None or params.timeout_s > limit):
             params = params.replace(timeout_s=limit)
         admission = self.llm.engine.admission

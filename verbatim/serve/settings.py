@@ -36,8 +36,8 @@ class ServeSettings:
         idle_timeout_s: seconds in which a connection must send the head of its next request.
         body_timeout_s: maximum seconds for a body to arrive; status 408 above it.
         read_timeout_s: seconds after which a client that reads nothing of its response is disconnected.
-        timeout_s: maximum seconds of a generation, which then ends with finish reason "length". None: no
-            limit.
+        request_timeout_s: maximum seconds of a generation, which then ends with finish reason "length". None:
+            no limit.
         negative_priorities: accept a `priority` below 0, which runs a client's requests before, and in
             place of, those of others.
         hosts: accepted names in the Host header; empty: any. Protects a local server against web pages that
@@ -77,7 +77,7 @@ class ServeSettings:
     idle_timeout_s: float = 30.0
     body_timeout_s: float = 30.0
     read_timeout_s: float = 60.0
-    timeout_s: float | None = None
+    request_timeout_s: float | None = None
     negative_priorities: bool = False
     hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
