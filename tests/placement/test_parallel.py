@@ -27,7 +27,7 @@ from support.programs import (
     state_of,
     until,
 )
-from support.requests_mixed import all_facts, generated, mixed_requests
+from support.requests_mixed import all_facts, generated, mixed_requests, resident_facts
 from support.toys import Folders
 from verbatim import (
     LLM,
@@ -436,6 +436,15 @@ def test_columns_are_split_without_kernels_and_give_same_tokens(folders: Folders
         "assert told[0] == told[1] and split > 0, (told, split)"
     )
     run_without_kernels(script, folders("llama"))
+
+
+@pytest.mark.slow
+def test_layers_that_read_the_weights_of_others_give_same_tokens(folders: Folders) -> None:
+    sliced = folders("bloom", slow_but_exact=True, pretraining_tp=2)
+    prompts, params = mixed_requests(6)
+    with LLM(sliced, placement=TensorParallel(2), kv_memory="1MB") as llm:
+        assert all_facts(llm.generate(prompts, params)) == resident_facts(sliced, 6)
+        assert llm.info()["split_linears"] > 0
 
 
 @pytest.mark.slow
