@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.batch import LowRank
-from verbatim.common.untrusted import read_json, check_stored
+from verbatim.common.untrusted import check_stored, read_json
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
 from verbatim.model import products
 from verbatim.model.quantized import placeholder

@@ -9,7 +9,7 @@ from typing import Any
 
 from verbatim import storyteller
 from verbatim.common.files import hub_arguments
-from verbatim.common.untrusted import read_json, check_stored, shards_of
+from verbatim.common.untrusted import check_stored, read_json, shards_of
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
 from verbatim.model.dcp.checkpoint import find_dcp
 from verbatim.model.loader import (

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.common.untrusted import reason, check_stored
+from verbatim.common.untrusted import check_stored, reason
 from verbatim.errors import ModelError, NotSupported, first_line
 from verbatim.kernels.packing import Encoding, Packing, WeightPacking
 from verbatim.model.limits import eos_ids_of
