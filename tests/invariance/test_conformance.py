@@ -224,6 +224,7 @@ def check_what_comes_between(llm: LLM, same: Any) -> None:
     llm.pause()
     llm.resume()
     llm.sleep()
+    assert llm.info()["kv_bytes"] == 0
     llm.wake()
     deltas.append(next(stream))
     llm.sleep(weights=True)

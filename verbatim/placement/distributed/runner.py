@@ -316,6 +316,7 @@ class Clustered(Runner):
         members = self.group.members
         infos = [member.shape["info"] for member in members]
         sums = {name: sum(info[name] for info in infos) for name in _SUMMED}
+        sums["kv_bytes"] *= self._asleep is None
         top_k = self.group.cluster.offload and self.group.cluster.offload.attention_top_k
         return {
             **{name: infos[0][name] for name in _COMMON if name in infos[0]},

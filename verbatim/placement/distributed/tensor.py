@@ -226,6 +226,7 @@ class LeadingRank(Resident):
         # Runs at the latest when this object is freed, so its arguments must not refer to it.
         self._finalizer = weakref.finalize(self, group.close, os.getpid())
         self.memory: list[dict[str, Any]] = []  # results of `RankShare.allocate`, by rank
+        self._asleep = False
 
     def forward(self, batch: Batch) -> Forward:
         return self._call_all("forward", super().forward, batch=batch)
@@ -287,22 +288,25 @@ class LeadingRank(Resident):
         self._call_all("unload_adapter", super().unload_adapter, number=number)
 
     def info(self) -> dict[str, Any]:
+        kv_bytes = [0 if self._asleep else rank["kv_bytes"] for rank in self.memory]
         return {
             **super().info(),
             "rank_weight_bytes": [rank["weight_bytes"] for rank in self.memory],
-            "kv_bytes": sum(rank["kv_bytes"] for rank in self.memory),
-            "rank_kv_bytes": [rank["kv_bytes"] for rank in self.memory],
+            "kv_bytes": sum(kv_bytes),
+            "rank_kv_bytes": kv_bytes,
         }
 
     def sleep(self, weights: bool) -> None:
         super().sleep(weights)
         self.group.call("sleep", weights=weights)
+        self._asleep = True
 
     def wake(self) -> None:
         with ThreadPoolExecutor(1) as pool:  # all ranks read their weights at the same time
             future = pool.submit(super().wake)
             self.group.call("wake")
             future.result()
+        self._asleep = False
 
     def close(self) -> None:
         with ExitStack() as last_first:
