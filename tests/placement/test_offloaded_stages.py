@@ -115,6 +115,18 @@ def test_failed_update_keeps_old_weights(
         assert error in [stage["worst"] for stage in llm.info()["quantization"]["stages"]]
 
 
+def test_lost_and_moved_stages_of_recurrent_layers_give_same_tokens(folders: Folders) -> None:
+    """A stage without attention has no K and V, so that all of its cache is recurrent states."""
+    folder, offload = folders("bamba"), Offload()
+    expected = resident_facts(folder, COUNT)
+    with LLM(folder, placement=staged(offload=offload, layers=(2, 1)), max_length=200) as llm:
+        host = serving(llm)[1]
+        host.before = lambda batch: host.kill()
+        assert mixed_facts(llm, COUNT) == expected
+        llm.engine.runner.group.move([(0, 1), (1, 3)])  # type: ignore[attr-defined]
+        assert mixed_facts(llm, COUNT) == expected
+
+
 def test_closing_a_stage_frees_file_of_weights_that_were_not_written(folders: Folders) -> None:
     new = toys.make_toy("llama", seed=7).state_dict()
     with LLM(folders("llama"), max_length=200, placement=tiered(ON_DISK)) as llm:

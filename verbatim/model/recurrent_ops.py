@@ -404,7 +404,7 @@ def _multi_head_norm(layer: Any, x: Tensor) -> Tensor:
     return normed
 
 
-def reads_weight(layer: nn.Module, name: str) -> bool:
+def reads_weight(layer: Any, name: str) -> bool:
     """Return whether a layer reads the weight of its child `name` instead of calling it.
 
     Mamba does so, and BLOOM where a config adds up slices of its products.

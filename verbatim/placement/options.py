@@ -63,6 +63,8 @@ class EngineOptions:
     # Maximum rows of logits for prompt log-probs and drafts; None: as many as 256 MB hold.
     prompt_rows: int | None = None
     device: Device = CPU
+    # Numbers of KV blocks and of state slots, if they are fixed; `kv_bytes` then has no effect on a plan.
+    cache_sizes: tuple[int, int] | None = None
 
     @property
     def kv_budget(self) -> int:
@@ -92,6 +94,8 @@ class EngineOptions:
         """
         if not state_bytes:
             return 0
+        if self.cache_sizes is not None:
+            return self.cache_sizes[1]
         slots = self.kv_budget // 2 // state_bytes
         if slots < 3:
             raise OutOfBlocks(

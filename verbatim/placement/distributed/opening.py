@@ -93,9 +93,6 @@ def open_cluster(model: OpenRequest, cluster: Cluster) -> Placed:
             options, blocks, num_states = _joined_limits(options, limits)
         group.blocks = dict(num_blocks=blocks, num_states=num_states)
         group.allocate(members, members)
-        if cluster.offload is not None:  # a stage that is opened again receives the same memory
-            kv_bytes = sum(group.kv_bytes.values())
-            arguments["options"] = replace(arguments["options"], kv_bytes=kv_bytes)
         group.connect()
         group.prepare_spares()
         runner = Clustered(group, loaded.module.state_dict(keep_vars=True))

@@ -60,7 +60,6 @@ class StageLine(StageGroup):
         self.weights = "files"  # as in the checkpoint; "updated" in memory; "mixed": partly updated
         self._fingerprint = fingerprint
         self._connected = False  # every stage has its connections of this epoch
-        self.kv_bytes: dict[Range, int] = {}  # last allocated for each range of layers
         self._excluded: set[str] = set()  # machines on which layers could not be opened
         self._next_check = time.monotonic() + _CHECK_INTERVAL_S
 
@@ -90,9 +89,8 @@ class StageLine(StageGroup):
         for member, (first, end) in zip(members, ranges, strict=True):
             member.first, member.end = first, end
             memory = member.facts["memory"] // sharing[member.memory_at]
-            kv_bytes = self.kv_bytes.get((first, end))
-            arguments.append({"first": first, "end": end, "memory": memory, "kv_bytes": kv_bytes})
-        common = {**self.model, "adapters": list(self.adapters.values())}
+            arguments.append({"first": first, "end": end, "memory": memory})
+        common = {**self.model, "blocks": self.blocks, "adapters": list(self.adapters.values())}
         shapes = self.call("open", members, arguments, patient=True, **common)
         for member, shape in zip(members, shapes, strict=True):
             member.shape |= shape  # stages that move keep their `info` until `allocate`
@@ -117,11 +115,6 @@ class StageLine(StageGroup):
         answers = self.call("allocate", members, arguments, patient=True, **self.blocks)
         for member, answer in zip(members, answers, strict=True):
             member.shape.update(answer)
-            blocks, shape = self.blocks, member.shape
-            size = self.model["options"].block_size
-            nbytes = blocks["num_blocks"] * size * shape["token_bytes"]
-            nbytes += blocks["num_states"] * shape["state_bytes"]
-            self.kv_bytes[member.first, member.end] = nbytes
 
     def connect(self) -> None:
         """Begin a new epoch: every stage replaces its connections. Raises StageGone if a stage is lost."""
@@ -284,7 +277,8 @@ class StageLine(StageGroup):
             self.open(list(changed), list(changed.values()))
             self.allocate(list(changed), members)
         except BaseException as error:
-            for member, (member.first, member.end) in zip(changed, before, strict=True):
+            for member, held in zip(changed, before, strict=True):
+                member.first, member.end = held
                 member.lost = member.lost or "moving layers to it failed"
             if not isinstance(error, StageGone):
                 raise

@@ -438,20 +438,22 @@ def _tiers_of(message: Message, share: float, loaded: LoadedModel, draft: Mtp | 
     """Read the weights of a stage into the tiers of a plan.
 
     Args:
-        message: the arguments of `StageShare.open`, with this stage's `memory` and `kv_bytes` (None if its KV
-            cache was never allocated).
+        message: the arguments of `StageShare.open`, with this stage's `memory` and the `blocks` of all stages
+            (empty if they are not known yet).
         share: the stage's fraction of the model's layers.
         draft: MTP layers to read with them.
     """
-    offload, options, kv_bytes = message["offload"], message["options"], message["kv_bytes"]
-    if kv_bytes is None and options.kv_bytes is not None:
-        kv_bytes = int(options.kv_bytes * share)
+    offload, options, blocks = message["offload"], message["options"], message["blocks"]
+    kv_bytes = None if options.kv_bytes is None else int(options.kv_bytes * share)
     if offload.gpu is None and offload.cpu is None:
         if offload.weights is None:
             offload = offload.replace(gpu=int(message["memory"] * BUDGET_SHARE))
         elif kv_bytes is None:
             kv_bytes = int(message["memory"] * DEFAULT_KV_SHARE)
-    options = replace(options, kv_bytes=kv_bytes, quantization=loaded.quantization)
+    sizes = (blocks["num_blocks"], blocks["num_states"]) if blocks else None
+    options = replace(
+        options, kv_bytes=kv_bytes, cache_sizes=sizes, quantization=loaded.quantization
+    )
     return Tiers(OpenRequest(loaded, None, options, message["limit"], draft), offload)
 
 

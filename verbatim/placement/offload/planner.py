@@ -117,6 +117,11 @@ class Planner:
         """Budget of the memory that computation uses, in bytes: on a GPU, its own."""
         return self.budgets.get("gpu") if self.on_gpu else self.budget
 
+    @property
+    def _has_kv_size(self) -> bool:
+        """Whether the size of the KV cache is given, and not chosen by the plan."""
+        return self.options.kv_bytes is not None or self.options.cache_sizes is not None
+
     def may_spill(self) -> bool:
         """Return whether K and V or activations may be placed on the disk."""
         offload = self.offload
@@ -183,10 +188,12 @@ class Planner:
         As the workload is only typical, there is also room for one sequence of the maximum length, as far as
         a quarter of the budget allows.
         """
-        if self.options.kv_bytes is not None:
-            return self.options.kv_bytes - self._state_bytes(sequences)
         block = self.options.block_size
         block_bytes = block * self.shape.kv_bytes_per_token
+        if self.options.cache_sizes is not None:
+            return self.options.cache_sizes[0] * block_bytes
+        if self.options.kv_bytes is not None:
+            return self.options.kv_bytes - self._state_bytes(sequences)
         blocks = sequences * -(-sum(self.workload) // block) + 1
         if self.limit is not None and self.budget is not None:
             longest = -(-self.limit // block) + 1
@@ -196,7 +203,7 @@ class Planner:
     def _state_bytes(self, sequences: int) -> int:
         """Return the bytes of recurrent states: two per sequence, one per cached prefix, and zeros."""
         state_bytes = self.shape.state_bytes
-        if state_bytes and self.options.kv_bytes is not None:
+        if state_bytes and self._has_kv_size:
             return self.options.num_states(state_bytes) * state_bytes
         return (1 + 3 * sequences) * state_bytes
 
@@ -235,7 +242,7 @@ class Planner:
             ):
                 sizes.add(max(1, block // 8))  # smaller micro-batches need smaller buffers
             kv_bytes, rows = self._kv_bytes(block), options.max_batch_tokens
-            if tight and options.kv_bytes is None:
+            if tight and not self._has_kv_size:
                 kv_bytes = min(kv_bytes, 2 * options.block_size * shape.kv_bytes_per_token)
             if options.plan_sets_batch_tokens:
                 rows = block if tight else max(block, min(block * self.workload[0], most_rows))
@@ -428,7 +435,7 @@ class Planner:
     def _with_more_kv(self, forecast: Forecast, free: Mapping[str, int]) -> Plan:
         """Use free memory for K and V: of the block's sequences or, if no weights are read, of any more."""
         options, shape, plan = self.options, self.shape, forecast.plan
-        if options.kv_bytes is not None or plan.kv[2]:
+        if self._has_kv_size or plan.kv[2]:
             return plan
         useful = self._kv_bytes(plan.block_size)
         if not forecast.prediction.decode.weight_bytes:
