@@ -257,6 +257,21 @@ def test_groups_of_compressed_tensors_may_differ(name: str, tmp_path: Path) -> N
         check_scores(llm, module)
 
 
+@pytest.mark.parametrize("name", ["gptq", ACT_ORDER, "auto-round"])
+def test_bits_and_group_sizes_of_gptq_may_differ(name: str, tmp_path: Path) -> None:
+    (_, _, usual, config, _), other = FORMATS[name], dict(bits=8, group_size=64)
+    if name == "auto-round":
+        config = config | dict(extra_config={"attn": other, "lm_head": {"bits": 16}})
+    else:
+        config = config | dict(dynamic={r"+:.*attn": other, r"-:.*lm_head": {}})
+    module, mixed = make_toy("qwen2", **_ROWS_OF_128), w.gptq(8, 64, order=name == ACT_ORDER)
+    save(tmp_path, module, lambda x: (mixed if x.shape == (128, 128) else usual)(x), config)
+    with LLM(tmp_path) as llm:
+        check_scores(llm, module, atol=ROUNDED.get(name, 2e-4))
+    if name == "gptq":
+        check_other_placements(tmp_path)
+
+
 @pytest.mark.skipif("inkling2_text" not in sweep.names(), reason="transformers has no Inkling 2")
 def test_experts_that_are_stored_in_another_order_stay_quantized(tmp_path: Path) -> None:
     """In Inkling's files, the rows of an expert's gate and up projections alternate."""
@@ -511,7 +526,8 @@ _ONLY_4_BITS = r"q_proj\.W_q is .*: HQQ must have nbits=4"
         ("awq", config(version="gemv"), "version='gemv'"),
         ("compressed-int4", config(format="mxfp6-pack-quantized"), "mxfp6-pack-quantized"),
         ("auto-round", config(packing_format="auto_round:mlx"), "packing_format='auto_round:mlx'"),
-        ("auto-round", config(extra_config={"lm_head": {"bits": 8}}), "extra_config: lm_head has"),
+        ("auto-round", config(extra_config={"x": {"bits": 3}}), "extra_config: x has bits=3"),
+        ("awq", config(dynamic={"x": {"bits": 8}}), r"dynamic: x has bits=8: must be one of \[4\]"),
         ("fp8", config(weight_block_size=None), "no block size"),
         # Two scales for 192 rows could also be of 96 rows each.
         ("compressed-fp8-blocks", config(config_groups={"all": {}}), "no block size"),

@@ -24,33 +24,34 @@ _HQQ = {"nbits": 4, "axis": 1}  # the supported settings
 
 def read_gptq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
     """Yield the lazy weight of each matrix."""
-    bits = checkpoint.option("bits", None, 4, 8)
-    size = checkpoint.option("group_size", 128)
+    usual = checkpoint.option("bits", None, 4, 8), checkpoint.option("group_size", 128)
     version = checkpoint.option("checkpoint_format", "gptq", "gptq", "gptq_v2")
     ordered = bool(checkpoint.option("desc_act", False))
-    # Version 1 subtracts a word of ones, in which a zero point of 0 borrows from the next.
-    ones = sum(1 << at for at in range(0, 32, bits)) if version == "gptq" else 0
 
-    def unpacked(words: Tensor, zeros: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def unpacked(
+        bits: int, words: Tensor, zeros: Tensor, scales: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # Version 1 subtracts a word of ones, in which a zero point of 0 borrows from the next.
+        ones = sum(1 << at for at in range(0, 32, bits)) if version == "gptq" else 0
         zero = nibbles(zeros + ones, bits)[:, : scales.shape[1]].int()
         return nibbles(words.t(), bits), scales.t(), zero.t()
 
-    def codes(words: Tensor, zeros: Tensor, scales: Tensor, order: Tensor | None = None) -> Any:
-        depth = words.shape[0] * 32 // bits
+    def codes(bits: int, size: int, *parts: Tensor) -> Any:
+        depth = parts[0].shape[0] * 32 // bits
         groups = torch.arange(depth) // (size if size > 0 else depth)
-        if order is not None and not torch.equal(order.to(groups.dtype), groups):
+        if not all(torch.equal(order.to(groups.dtype), groups) for order in parts[3:]):
             raise ModelError(
                 f"{checkpoint.folder}: its g_idx reorders groups, and config.json says desc_act=false"
             )
-        return unpacked(words, zeros, scales)
+        return unpacked(bits, *parts[:3])
 
-    def values(words: Tensor, zeros: Tensor, scales: Tensor, order: Tensor) -> Tensor:
-        (code, scale, zero), groups = unpacked(words, zeros, scales), order.long()
+    def values(bits: int, words: Tensor, zeros: Tensor, scales: Tensor, order: Tensor) -> Tensor:
+        (code, scale, zero), groups = unpacked(bits, words, zeros, scales), order.long()
         if not 0 <= int(groups.min()) <= int(groups.max()) < len(scales):
             raise ModelError(f"{checkpoint.folder}: a g_idx refers to missing groups")
         return scale.float()[:, groups] * (code.float() - zero[:, groups])
 
-    for name, shape, parts in _matrices(checkpoint, bits, size, by_columns=False):
+    for name, shape, parts, bits, size in _matrices(checkpoint, *usual, by_columns=False):
         weight, integers = f"{name}.weight", (torch.int32, torch.int64)
         if ordered and f"{name}.g_idx" not in checkpoint.remaining:
             raise ModelError(
@@ -58,10 +59,10 @@ def read_gptq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight
             )
         parts += checkpoint.take_optional(f"{name}.g_idx", *integers, shape=shape[1:])
         if ordered:
-            yield weight, checkpoint.rounded(shape, values, parts, weight)
+            yield weight, checkpoint.rounded(shape, partial(values, bits), parts, weight)
         else:
-            kind = Encoding.ZERO_POINT
-            yield weight, checkpoint.grouped(weight, shape, kind, bits, size, codes, parts)
+            kind, compute = Encoding.ZERO_POINT, partial(codes, bits, size)
+            yield weight, checkpoint.grouped(weight, shape, kind, bits, size, compute, parts)
 
 
 def read_awq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
@@ -78,43 +79,55 @@ def read_awq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]
     def codes(words: Tensor, zeros: Tensor, scales: Tensor) -> Any:
         return columns(words), scales.t(), columns(zeros).int()
 
-    for name, shape, parts in _matrices(checkpoint, bits, size, by_columns=True):
+    for name, shape, parts, _, group in _matrices(checkpoint, bits, size, by_columns=True):
         weight, kind = f"{name}.weight", Encoding.ZERO_POINT
-        yield weight, checkpoint.grouped(weight, shape, kind, bits, size, codes, parts)
+        yield weight, checkpoint.grouped(weight, shape, kind, bits, group, codes, parts)
 
 
 def _matrices(
     checkpoint: QuantizedCheckpoint, bits: int, size: int, *, by_columns: bool
-) -> Iterator[tuple[str, tuple[int, int], tuple[Stored, ...]]]:
-    """Yield the name, the shape and the tensors (words, zero points, scales) of each matrix.
+) -> Iterator[tuple[str, tuple[int, int], tuple[Stored, ...], int, int]]:
+    """Yield the name, shape, tensors (words, zero points, scales), bits and group size of each matrix.
+
+    With several settings in the config (`dynamic` of GPTQModel, `extra_config` of AutoRound), the shapes of a
+    matrix's tensors tell which it has.
 
     Args:
-        size: elements of a group; 0 or less: all of K.
+        bits, size: the usual setting; a `size` of 0 or less: all of K.
         by_columns: whether a word holds codes of several columns (AWQ) instead of several rows.
     """
-    per_word = 32 // bits
+    settings, allowed = {(bits, size): None}, (4,) if by_columns else (4, 8)
+    for kind in ("dynamic", "extra_config"):
+        for name, other in (checkpoint.quantization.get(kind) or {}).items():
+            own = int(other.get("bits", bits)), int(other.get("group_size", size))
+            if own[0] < 16 and own[0] not in allowed:  # 16 bits: not quantized
+                raise NotSupported(
+                    f"{checkpoint.folder}: config.json: {kind}: {name[:80]} has bits={own[0]}: must be one "
+                    f"of {list(allowed)}"
+                )
+            settings |= {own: None} if own[0] < 16 else {}
     for name in checkpoint.names(".qweight"):
         words = checkpoint.take(f"{name}.qweight", torch.int32, shape=(None, None))
-        depth, width = words.shape
-        shape = (width * per_word, depth) if by_columns else (width, depth * per_word)
-        groups = -(-shape[1] // size) if size > 0 else 1
-        zero_shape = groups, -(-shape[0] // per_word)
-        zeros = checkpoint.take(f"{name}.qzeros", torch.int32, shape=zero_shape)
-        scales = checkpoint.take(f"{name}.scales", *SCALES, shape=(groups, shape[0]))
-        yield name, shape, (words, zeros, scales)
+        zeros = checkpoint.take(f"{name}.qzeros", torch.int32, shape=(None, None))
+        scales = checkpoint.take(f"{name}.scales", *SCALES, shape=(zeros.shape[0], None))
+        depth, width, found = words.shape[0], scales.shape[1], []
+        for bits, size in settings:
+            columns = -(-width * bits // 32)
+            shape = width, depth if by_columns else depth * 32 // bits
+            groups = -(-shape[1] // size) if size > 0 else 1
+            fits = words.shape[1] == (columns if by_columns else width)
+            if fits and zeros.shape == (groups, columns):
+                found.append((shape, bits, size))
+        if not found:
+            raise checkpoint.wrong(zeros)
+        # The last group may be short only if no other setting fits.
+        shape, bits, size = min(found, key=lambda f: f[0][1] % max(1, f[2]))
+        yield name, shape, (words, zeros, scales), bits, size
 
 
 def read_auto_round(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
-    """Yield the lazy weight of each matrix, stored as in GPTQ or AWQ; refuse mixed bits or group sizes."""
+    """Yield the lazy weight of each matrix, stored as in GPTQ or AWQ."""
     kind = checkpoint.option("packing_format", "auto_round:auto_gptq", *_AUTO_ROUND)
-    common = {name: checkpoint.quantization.get(name) for name in ("bits", "group_size", "sym")}
-    for name, settings in (checkpoint.quantization.get("extra_config") or {}).items():
-        other = {key: value for key, value in settings.items() if common.get(key, value) != value}
-        if other and settings.get("bits", 0) < 16:  # 16 bits: not quantized
-            raise NotSupported(
-                f"{checkpoint.folder}: config.json: extra_config: {name[:80]} has {other}, unlike "
-                "the other matrices: must be the same for all"
-            )
     read, version = _AUTO_ROUND[kind]
     quantization = {**checkpoint.quantization, "checkpoint_format": version, "version": version}
     checkpoint.quantization = quantization
