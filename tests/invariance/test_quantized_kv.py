@@ -25,7 +25,7 @@ from support.attention_cases import (
 )
 from support.backends import by
 from support.poison import poison
-from support.toys import make_toy
+from support.toys import make_toy, random_ids
 from verbatim import LLM, NotSupported, SamplingParams, kernels
 from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
@@ -198,6 +198,14 @@ def test_packed_row_sizes() -> None:
         for width, size in by_width.items():
             assert KV_PACKINGS[name].row_bytes(width) == size, (name, width)
             assert pack_rows(torch.zeros(1, width), KV_PACKINGS[name]).shape[1] == size
+
+
+def test_position_bias_in_keys_of_falcon_does_not_share_a_group_with_them() -> None:
+    module = make_toy("falcon_alibi", max_position_embeddings=1024, initializer_range=0.4)
+    ids = random_ids(1000, 1)
+    with LLM(module) as exact, LLM(module, kv_dtype="int8") as quantized:
+        scores = [torch.tensor(llm.score(ids)[1:]) for llm in (exact, quantized)]
+    assert float((scores[0] - scores[1]).abs().mean()) < 0.1
 
 
 def test_unknown_kv_dtype_is_rejected_with_list_of_supported_ones() -> None:

@@ -25,7 +25,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 VERSION = (
-    11  # incremented when the arithmetic of a kernel or a model changes; part of the numerics key
+    12  # incremented when the arithmetic of a kernel or a model changes; part of the numerics key
 )
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})

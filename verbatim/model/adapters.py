@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import AttentionOptions, IndexOptions
@@ -42,6 +43,7 @@ from verbatim.model.masks import attends
 from verbatim.model.quantized import in_dtype
 from verbatim.model.recurrent_ops import FUNCTIONS, causal_conv1d
 from verbatim.model.router import AS_IS, SIGMOID, SOFTMAX, RouterForm, choose, forced_experts
+from verbatim.quantization.formats import KV_PACKINGS
 
 Forward = Callable[..., Any]
 
@@ -109,9 +111,11 @@ def _falcon(
         # transformers' eager attention adds the bias twice; scaled_dot_product_attention is the reference.
         positions = _positions(q).view(*q.shape[:2], 1)
         bias = (alibi_slopes(module.num_heads, q.device).bfloat16() * positions)[..., None]
-        q = torch.cat([q, torch.ones_like(q[..., :1])], -1)
+        # Zeros before it fill a group of a quantized KV cache, so that the bias is a group of its own.
+        missing = -module.head_dim % max(packing.group for packing in KV_PACKINGS.values())
         k, v = (x.repeat_interleave(module.num_heads // x.shape[2], 2) for x in (k, v))
-        k = torch.cat([k, bias.to(k.dtype)], -1)
+        q = torch.cat([pad(q, (0, missing)), torch.ones_like(q[..., :1])], -1)
+        k = torch.cat([pad(k, (0, missing)), bias.to(k.dtype)], -1)
     options = AttentionOptions(scale=module.inv_norm_factor)
     return module.dense(_attend(module, q, k, v, options)), None
 
