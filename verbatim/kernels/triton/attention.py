@@ -90,7 +90,6 @@ def _attend(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
     BIAS_SIZE: tl.constexpr,
     BITS: tl.constexpr,
     KEY_GROUP: tl.constexpr,
@@ -135,9 +134,10 @@ def _attend(
     )
     if queries.dtype != COMPUTE:
         queries = widened(queries)
-    if HAS_ALIBI:
+    if alibi is not None:
         slope = tl.load(alibi + head, mask=row_mask, other=0.0)
-    where_bias = bias + (token.to(tl.int64) * (KV_HEADS * HEADS_EACH) + head) * BIAS_SIZE
+    if bias is not None:
+        where_bias = bias + (token.to(tl.int64) * (KV_HEADS * HEADS_EACH) + head) * BIAS_SIZE
 
     lowest = 0
     if WINDOW > 0:
@@ -162,9 +162,9 @@ def _attend(
             score = product(queries, tl.trans(keys), tl.zeros([ROWS, KEYS], tl.float32)) * scale
             if SOFTCAP > 0:  # softcap * tanh(score / softcap)
                 score = SOFTCAP - 2 * SOFTCAP / (tl.exp(score * (2 / SOFTCAP)) + 1)
-            if HAS_ALIBI:
+            if alibi is not None:
                 score += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
-            if BIAS_SIZE > 0:
+            if bias is not None and BIAS_SIZE > 0:
                 behind = position[:, None] - key[None, :]
                 near = row_mask[:, None] & (behind >= 0) & (behind < BIAS_SIZE)
                 score += widened(tl.load(where_bias[:, None] + behind, mask=near, other=0.0))
@@ -216,7 +216,6 @@ def _finish(
     VALUE_BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     SINK_STRIDE: tl.constexpr,
-    OUT: tl.constexpr,
 ):
     """Combine the states of one row, for all heads of one KV head: merge its groups of splits in order, add
     the sink, and divide.
@@ -247,7 +246,7 @@ def _finish(
             accs + state[:, None] * VALUE + at_value[None, :], mask=values_mask, other=0.0
         )
         top, total, acc = _merge(top, total, acc, top2, total2, acc2)
-    if SINK_STRIDE >= 0:  # an additional score without a value
+    if sinks is not None:  # an additional score without a value
         sink_at = row.to(tl.int64) * SINK_STRIDE + kv_head * HEADS_EACH + at_head
         sink = tl.load(sinks + sink_at, mask=mask, other=float("-inf"))
         one = tl.full([HEAD_BLOCK], 1.0, tl.float32)
@@ -255,7 +254,7 @@ def _finish(
     total = tl.where(mask, total, 1.0)
     tl.store(
         out + place[:, None] * VALUE + at_value[None, :],
-        rounded(tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape)), OUT),
+        rounded(tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape)), out.dtype.element_ty),
         mask=values_mask,
     )
 
@@ -309,6 +308,8 @@ def paged_attention(
     keys, key_bytes = KEYS, (key_block + value_block) * compute.itemsize
     while keys * key_bytes > _TILE_BYTES:
         keys //= 2
+    sizes = {"VALUE": value_size, "VALUE_BLOCK": value_block, "SPLIT": SPLIT, **EXACT}
+    sizes |= {"KV_HEADS": kv_heads, "HEADS_EACH": heads_each}
     _attend[(tiles, kv_heads, groups)](
         q,
         k_store,
@@ -316,8 +317,8 @@ def paged_attention(
         query_starts,
         context_lens,
         block_tables,
-        q if options.alibi is None else options.alibi,
-        q if options.bias is None else options.bias,
+        options.alibi,
+        options.bias,
         tops,
         totals,
         accs,
@@ -328,21 +329,15 @@ def paged_attention(
         splits_each,
         groups,
         options.scale,
-        KV_HEADS=kv_heads,
-        HEADS_EACH=heads_each,
         KEY=key_size,
-        VALUE=value_size,
         KEY_BLOCK=key_block,
-        VALUE_BLOCK=value_block,
         BLOCK_SIZE=block_size,
         ROWS=rows,
         TOKENS=tokens,
         KEYS=keys,
-        SPLIT=SPLIT,
         WINDOW=options.window,
         CHUNK=options.chunk,
         SOFTCAP=options.softcap,
-        HAS_ALIBI=options.alibi is not None,
         BIAS_SIZE=0 if options.bias is None else options.bias.shape[2],
         BITS=packing.bits if packing else 0,
         KEY_GROUP=min(packing.group, key_block) if packing else 0,
@@ -350,28 +345,22 @@ def paged_attention(
         COMPUTE=DTYPES[compute],
         num_warps=4 if max(key_block, value_block) <= 256 else 8,
         num_stages=max(1, min(3, 160 * 1024 // (keys * key_bytes))),  # all stages share 227 KB
-        **EXACT,
+        **sizes,
     )
     _finish[(num_tokens, kv_heads)](
         out,
         query_starts,
         context_lens,
-        q if sinks is None else sinks,
+        sinks,
         tops,
         totals,
         accs,
         num_sequences,
         splits_each,
         groups,
-        KV_HEADS=kv_heads,
-        HEADS_EACH=heads_each,
         HEAD_BLOCK=triton.next_power_of_2(heads_each),
-        VALUE=value_size,
-        VALUE_BLOCK=value_block,
-        SPLIT=SPLIT,
-        SINK_STRIDE=-1 if sinks is None else heads * (sinks.dim() - 1),
-        OUT=DTYPES[q.dtype],
+        SINK_STRIDE=0 if sinks is None else heads * (sinks.dim() - 1),
         num_warps=4,
-        **EXACT,
+        **sizes,
     )
     return out

@@ -11,27 +11,20 @@ from verbatim.kernels.options import Activation
 from verbatim.kernels.triton.numbers import DTYPES, EXACT, exp, rounded, widened
 
 SILU = tl.constexpr(int(Activation.SILU))
+BLOCK = tl.constexpr(1024)  # elements per program
 
 
 @triton.jit
-def _activate(
-    out,
-    x,
-    up,
-    count,
-    KIND: tl.constexpr,
-    HAS_UP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+def _activate(out, x, up, count, KIND: tl.constexpr):
+    dtype: tl.constexpr = out.dtype.element_ty
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     value = widened(tl.load(x + at, mask=mask, other=0.0))
     numerator = value if KIND == SILU else tl.full([BLOCK], 1.0, tl.float32)
-    result = rounded(tl.div_rn(numerator, 1.0 + exp(-value)), DTYPE)
-    if HAS_UP:
+    result = rounded(tl.div_rn(numerator, 1.0 + exp(-value)), dtype)
+    if up is not None:
         factor = widened(tl.load(up + at, mask=mask, other=0.0))
-        result = rounded(widened(result) * factor, DTYPE)
+        result = rounded(widened(result) * factor, dtype)
     tl.store(out + at, result, mask=mask)
 
 
@@ -45,15 +38,7 @@ def activate(x: Tensor, activation: Activation, up: Tensor | None = None) -> Ten
     x = x.contiguous()
     out = torch.empty_like(x)
     if count := x.numel():
-        _activate[(triton.cdiv(count, 1024),)](
-            out,
-            x,
-            x if up is None else up.contiguous(),
-            count,
-            KIND=int(activation),
-            HAS_UP=up is not None,
-            BLOCK=1024,
-            DTYPE=DTYPES[x.dtype],
-            **EXACT,
-        )
+        up = None if up is None else up.contiguous()
+        grid = (triton.cdiv(count, BLOCK.value),)
+        _activate[grid](out, x, up, count, KIND=int(activation), **EXACT)
     return out

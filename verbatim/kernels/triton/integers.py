@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from verbatim.kernels.packing import WeightPacking
-from verbatim.kernels.triton.numbers import DTYPES, EXACT, rounded, widened
+from verbatim.kernels.triton.numbers import EXACT, rounded, widened
 
 _TILES = ((16, 32, 4), (64, 64, 4), (128, 64, 8))  # (rows, columns, warps), for more and more rows
 _HALF_EVEN = tl.constexpr(1.5 * 2.0**23)  # adding it rounds to an integer, ties to even
@@ -69,8 +69,6 @@ def _integer_linear(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    OUT: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -104,11 +102,11 @@ def _integer_linear(
         scale = (head << 16).to(tl.float32, bitcast=True)[None, :]
         low = (head & -65536).to(tl.float32, bitcast=True)[None, :]
         total += x_scale * (scale * products + low * x_sum)
-    if HAS_BIAS:
+    if bias is not None:
         total += widened(tl.load(bias + column, mask=column_mask, other=0.0))[None, :]
     tl.store(
         out + row_at[:, None] * num_columns + column[None, :],
-        rounded(total, OUT),
+        rounded(total, out.dtype.element_ty),
         mask=row_mask[:, None] & column_mask[None, :],
     )
 
@@ -136,7 +134,7 @@ def linear(
             scales,
             sums,
             data,
-            out if bias is None else bias.contiguous(),
+            None if bias is None else bias.contiguous(),
             num_rows,
             num_columns,
             depth,
@@ -146,8 +144,6 @@ def linear(
             COLUMNS=columns,
             GROUP=packing.rows.group,
             BITS=packing.rows.bits,
-            HAS_BIAS=bias is not None,
-            OUT=DTYPES[out.dtype],
             num_warps=warps,
             num_stages=4,
             **EXACT,

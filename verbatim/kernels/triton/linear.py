@@ -59,7 +59,9 @@ LOW_PACKED_TILE = Tile(16, 32, 256, 4, 3)  # the first of them for a quantized m
 if INTERPRETED.value:  # the interpreter sums up the depth of a tile before adding it to the total
     TILES = tuple(tile._replace(depth=32) for tile in TILES)  # a product has at most 2**20 elements
     LOW_PACKED_TILE = LOW_PACKED_TILE._replace(depth=32)
-_GROUP = 8  # tiles of rows that run side by side, and share a tile of the matrix in the cache
+_GROUP = tl.constexpr(
+    8
+)  # tiles of rows that run side by side, and share a tile of the matrix in the cache
 
 
 def supports(x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> bool:
@@ -70,7 +72,7 @@ def supports(x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> bool:
 
 
 @helper
-def _swapped(x, AXIS: tl.constexpr):
+def _swapped(x, AXIS):
     """Reorder the positions in each 32 along K of a tile: bits 43210 become 32140.
 
     The compiler gives a thread positions 4i to 4i + 3 and 16 + 4i to 16 + 4i + 3, and multiplies the first
@@ -99,15 +101,11 @@ def _linear(
     num_rows,
     num_columns,
     depth,
-    x_stride,
     column_stride,
     depth_stride,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    OUT: tl.constexpr,
     EXPERTS: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
@@ -122,10 +120,10 @@ def _linear(
     if EXPERTS:  # upper bound
         row_tiles += tl.minimum(num_experts, num_rows)
     column_tiles = (num_columns + COLUMNS - 1) // COLUMNS
-    first = program // (GROUP * column_tiles) * GROUP
-    height = tl.minimum(GROUP, row_tiles - first)
-    row_tile = first + program % (GROUP * column_tiles) % height
-    column_tile = program % (GROUP * column_tiles) // height
+    first = program // (_GROUP * column_tiles) * _GROUP
+    height = tl.minimum(_GROUP, row_tiles - first)
+    row_tile = first + program % (_GROUP * column_tiles) % height
+    column_tile = program % (_GROUP * column_tiles) // height
     first_row, last_row = row_tile * ROWS, num_rows
     if EXPERTS:
         number = tl.arange(0, EXPERTS)
@@ -142,12 +140,13 @@ def _linear(
         first_row = tl.sum(tl.where(its, begins, 0), 0) + tile_of_it * ROWS
         last_row = tl.sum(tl.where(its, ends, 0), 0)
         weight += expert.to(tl.int64) * expert_stride
-        bias += expert.to(tl.int64) * num_columns
+        if bias is not None:
+            bias += expert.to(tl.int64) * num_columns
     row = first_row + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     at = tl.arange(0, DEPTH)
     row_mask, column_mask = row < last_row, column < num_columns
-    x_row = x + row.to(tl.int64)[:, None] * x_stride
+    x_row = x + row.to(tl.int64)[:, None] * depth
     w_column = weight + column.to(tl.int64)[None, :] * column_stride
     total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
     for start in range(0, depth, DEPTH):
@@ -165,11 +164,11 @@ def _linear(
         if FORMAT is not None and ROWS == 16 and not INTERPRETED:
             a, b = _swapped(a, 1), _swapped(b, 0)
         total = product(a, b, total)
-    if HAS_BIAS:
+    if bias is not None:
         total += widened(tl.load(bias + column, mask=column_mask, other=0.0))[None, :]
     tl.store(
         out + row.to(tl.int64)[:, None] * num_columns + column[None, :],
-        rounded(total, OUT),
+        rounded(total, out.dtype.element_ty),
         mask=row_mask[:, None] & column_mask[None, :],
     )
 
@@ -298,22 +297,18 @@ def multiply(
         out,
         rows,
         weight,
-        out if table is None else table,
-        out if bias is None else bias.contiguous(),
-        out if starts is None else starts,
+        table,
+        None if bias is None else bias.contiguous(),
+        starts,
         sum(experts),
         weight.stride(0) if experts else 0,
         len(rows),
         num_columns,
         depth,
-        depth,
         *strides,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
-        GROUP=_GROUP,
-        HAS_BIAS=bias is not None,
-        OUT=DTYPES[out.dtype],
         EXPERTS=triton.next_power_of_2(sum(experts)) if experts else 0,
         FORMAT=None if packing is None else format_of(packing, weight, tile.depth),
         num_warps=tile.warps,

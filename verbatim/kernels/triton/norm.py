@@ -17,25 +17,16 @@ SCALED_FIRST = tl.constexpr(int(NormKind.SCALED_FIRST))
 
 @triton.jit
 def _rms_norm(
-    out,
-    summed,
-    x,
-    residual,
-    weight,
-    width,
-    eps,
-    KIND: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DTYPE: tl.constexpr,
+    out, summed, x, residual, weight, width, eps, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
+    dtype: tl.constexpr = out.dtype.element_ty
     at = tl.arange(0, BLOCK)
     mask = at < width
     place = tl.program_id(0).to(tl.int64) * width + at
     values = widened(tl.load(x + place, mask=mask, other=0.0))
-    if HAS_RESIDUAL:
+    if residual is not None:
         values += widened(tl.load(residual + place, mask=mask, other=0.0))
-        both = rounded(values, DTYPE)
+        both = rounded(values, dtype)
         tl.store(summed + place, both, mask=mask)
         values = widened(both)
     if KIND != BARE:
@@ -43,16 +34,16 @@ def _rms_norm(
         if KIND >= ONE_PLUS:
             factor += 1.0
         if KIND > ONE_PLUS:
-            factor = widened(rounded(factor, DTYPE))
+            factor = widened(rounded(factor, dtype))
         if KIND == SCALED_FIRST:
-            values = widened(rounded(values * factor, DTYPE))
+            values = widened(rounded(values * factor, dtype))
     mean = tl.sum(values * values, 0) / width
     normed = values * (1.0 / tl.sqrt_rn(mean + eps))
     if KIND != BARE and KIND != SCALED_FIRST:
         if KIND == ROUNDED:
-            normed = widened(rounded(normed, DTYPE))
+            normed = widened(rounded(normed, dtype))
         normed = factor * normed
-    tl.store(out + place, rounded(normed, DTYPE), mask=mask)
+    tl.store(out + place, rounded(normed, dtype), mask=mask)
 
 
 def supports(x: Tensor, weight: Tensor | None) -> bool:
@@ -61,12 +52,7 @@ def supports(x: Tensor, weight: Tensor | None) -> bool:
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    kind: NormKind,
-    *,
-    residual: Tensor | None = None,
+    x: Tensor, weight: Tensor | None, eps: float, kind: NormKind, *, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the norm over the last dimension of `x` `[..., N]`, by `verbatim.model.norms.formula`.
 
@@ -77,22 +63,13 @@ def rms_norm(
     """
     x = x.contiguous()
     out, width = torch.empty_like(x), x.shape[-1]
-    summed = x if residual is None else torch.empty_like(x)
+    summed = x
+    if residual is not None:
+        residual, summed = residual.contiguous(), torch.empty_like(x)
     if x.numel():
         block = triton.next_power_of_2(width)
-        _rms_norm[(x.numel() // width,)](
-            out,
-            summed,
-            x,
-            x if residual is None else residual.contiguous(),
-            x if weight is None else weight,
-            width,
-            eps,
-            KIND=int(kind),
-            HAS_RESIDUAL=residual is not None,
-            BLOCK=block,
-            DTYPE=DTYPES[x.dtype],
-            num_warps=min(16, max(1, block // 256)),
-            **EXACT,
-        )
+        tensors, constants = (out, summed, x, residual, weight), {"KIND": int(kind), "BLOCK": block}
+        warps = min(16, max(1, block // 256))
+        grid = (x.numel() // width,)
+        _rms_norm[grid](*tensors, width, eps, **constants, num_warps=warps, **EXACT)
     return out, summed

@@ -49,14 +49,10 @@ if INTERPRETED.value:
     _mend()
 
 # Decorator of a kernel's helper. The interpreter is set up anew at each call of a compiled function, which
-# takes longer than the function; it also runs plain functions.
+# takes longer than the function; it also runs plain functions. Arguments in capitals are constants.
 helper: Any = (lambda function: function) if INTERPRETED.value else triton.jit
 
-DTYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 # Products and sums are rounded separately, because which of them a compiler fuses may differ between two
 # kernels that must be bit-identical.
@@ -72,7 +68,7 @@ def widened(x):
 
 
 @helper
-def rounded(x, dtype: tl.constexpr):
+def rounded(x, dtype):
     """Round from float32 to `dtype`, to the nearest, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)

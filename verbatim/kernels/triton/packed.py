@@ -72,13 +72,13 @@ def _byte(pointer, mask):
 
 
 @helper
-def _number(code, offset: tl.constexpr):
+def _number(code, offset):
     """Return codes from 0 to 255, minus an integer, in float32: by their bits, as conversions are slow."""
     return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + offset)
 
 
 @helper
-def _two_bytes(pointer, mask, ALIGN: tl.constexpr):
+def _two_bytes(pointer, mask, ALIGN):
     """Load a 16-bit number, 0 to 65535."""
     if ALIGN >= 2:
         pair = pointer.to(tl.pointer_type(tl.uint16), bitcast=True)
@@ -89,7 +89,7 @@ def _two_bytes(pointer, mask, ALIGN: tl.constexpr):
 
 
 @helper
-def _word(pointer, mask, ALIGN: tl.constexpr):
+def _word(pointer, mask, ALIGN):
     """Load 32 bits."""
     if ALIGN == 4:
         found = tl.load(pointer.to(tl.pointer_type(tl.int32), bitcast=True), mask=mask, other=0)
@@ -99,13 +99,13 @@ def _word(pointer, mask, ALIGN: tl.constexpr):
 
 
 @helper
-def _float16(pointer, mask, ALIGN: tl.constexpr):
+def _float16(pointer, mask, ALIGN):
     bits = _two_bytes(pointer, mask, ALIGN).to(tl.uint16)
     return bits.to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @helper
-def _block_codes(block, j, at, mask, ENCODING: tl.constexpr):
+def _block_codes(block, j, at, mask, ENCODING):
     """Return the codes of elements `j + at` of blocks, for `j` a multiple of 16 and `at` below 16."""
     low = j % 32 + at  # within 32 bytes
     if ENCODING == "Q4_K":
@@ -128,7 +128,7 @@ def _block_codes(block, j, at, mask, ENCODING: tl.constexpr):
 
 
 @helper
-def _block_heads(block, table, j, mask, ENCODING: tl.constexpr, ALIGN: tl.constexpr):
+def _block_heads(block, table, j, mask, ENCODING, ALIGN):
     """Return step and zero of the elements of blocks from `j` on, for `j` a multiple of 16."""
     group = j // 16
     zero = tl.zeros_like(group).to(tl.float32)
@@ -159,19 +159,7 @@ def _block_heads(block, table, j, mask, ENCODING: tl.constexpr, ALIGN: tl.conste
 
 
 @helper
-def _group_codes(
-    row,
-    first,
-    at,
-    depth,
-    mask,
-    SPAN: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
+def _group_codes(row, first, at, depth, mask, SPAN, GROUP, BITS, INTERLEAVED, WHOLE, PAIRS):
     """Return the codes of elements `first + at` of rows, for `first` a multiple of SPAN, `at` below it."""
     inside = at if SPAN == GROUP else first % GROUP + at
     if INTERLEAVED:
@@ -215,7 +203,7 @@ def _group_head(row, first, depth, mask, GROUP, BITS, ENCODING, INTERLEAVED, ALI
 
 
 @helper
-def _rows_at(data, column, stride, INTERLEAVED: tl.constexpr):
+def _rows_at(data, column, stride, INTERLEAVED):
     """Return the address of the first byte of each row `column` of the matrix."""
     column = column.to(tl.int64)
     if INTERLEAVED:
@@ -226,16 +214,7 @@ def _rows_at(data, column, stride, INTERLEAVED: tl.constexpr):
 
 
 @helper
-def decode_tile(
-    data,
-    table,
-    columns,
-    start,
-    depth,
-    DTYPE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    FORMAT: tl.constexpr,
-):
+def decode_tile(data, table, columns, start, depth, DTYPE, DEPTH, FORMAT):
     """Return elements `start` to `start + DEPTH` of some columns, dequantized: `[DEPTH, C]`, 0 outside.
 
     Args:
@@ -308,15 +287,7 @@ def decode_tile(
 
 @triton.jit
 def _unpack(
-    out,
-    data,
-    table,
-    rows,
-    num_columns,
-    depth,
-    stride,
-    DEPTH: tl.constexpr,
-    FORMAT: tl.constexpr,
+    out, data, table, rows, num_columns, depth, stride, DEPTH: tl.constexpr, FORMAT: tl.constexpr
 ):
     place = tl.program_id(0) + tl.arange(0, 1)
     start = tl.program_id(1) * DEPTH
@@ -330,11 +301,10 @@ def unpack(data: Tensor, packing: WeightPacking, rows: Tensor) -> Tensor:
     """Dequantize the rows `rows` `[n]` of a quantized matrix on their GPU: `[n, depth]`."""
     out = torch.empty(len(rows), packing.depth, dtype=packing.dtype, device=data.device)
     if out.numel():
-        table = table_of(packing.rows.encoding, data.device)
         _unpack[(len(rows), triton.cdiv(packing.depth, _TILE))](
             out,
             data,
-            data if table is None else table,
+            table_of(packing.rows.encoding, data.device),
             rows,
             packing.width,
             packing.depth,

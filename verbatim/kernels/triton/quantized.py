@@ -8,7 +8,7 @@ from verbatim.kernels.triton.numbers import helper, rounded, widened
 
 
 @helper
-def elements_of(group, WIDTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):
+def elements_of(group, WIDTH, GROUP, BITS):
     """Return the elements `[U, GROUP]` of a row's groups `[U]` in the order of their codes; else `WIDTH`.
 
     At 4 bits the two elements of a byte are adjacent.
@@ -29,16 +29,7 @@ def _round_away(x):
 
 
 @helper
-def store_groups(
-    store,
-    row,
-    group,
-    x,
-    mask,
-    WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-):
+def store_groups(store, row, group, x, mask, WIDTH, GROUP, BITS):
     """Quantize groups `x` `[U, GROUP]`, in the order of `elements_of`, and store them in rows `[U]`.
 
     Args:
@@ -78,17 +69,7 @@ def store_groups(
 
 
 @helper
-def load_rows(
-    store,
-    row,
-    mask,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):
+def load_rows(store, row, mask, ROWS, WIDTH, BLOCK, BITS, GROUP, COMPUTE):
     """Load rows `[ROWS]` of a store of K or V: `[ROWS, BLOCK]` in `COMPUTE`, zero where there is nothing.
 
     Args:

@@ -52,7 +52,6 @@ def _causal_conv(
     num_writes,
     channels,
     TAPS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
     """Convolve one row of some channels; inputs before the first row of sequence s are in `states[s]`."""
@@ -68,7 +67,7 @@ def _causal_conv(
     target = state + tl.load(targets + write, mask=written, other=0) * slot_size + channel
     place = row.to(tl.int64) * channels + channel
     total = tl.zeros([CHANNELS], tl.float32)
-    if HAS_BIAS:
+    if bias is not None:
         total += widened(tl.load(bias + channel, mask=mask, other=0.0))
     # Masks compare channels with a number, as Triton 3.9's interpreter does not broadcast a scalar mask.
     kept = channel < tl.where(written, channels, 0)
@@ -98,7 +97,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, a
             out,
             x.contiguous(),
             weight.contiguous(),
-            weight if bias is None else bias.contiguous(),
+            None if bias is None else bias.contiguous(),
             before,
             state,
             starts,
@@ -107,7 +106,6 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, a
             len(writes[0]),
             channels,
             TAPS=weight.shape[1],
-            HAS_BIAS=bias is not None,
             CHANNELS=block,
             num_warps=1,
             **EXACT,
@@ -139,7 +137,6 @@ def _linear_recurrence(
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     DECAY_BY_ROW: tl.constexpr,
-    DELTA: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE_HEADS: tl.constexpr,
@@ -179,7 +176,7 @@ def _linear_recurrence(
         else:
             factor = tl.load(decay + own, mask=head_mask, other=0.0)[None, :]
         s = s * factor
-        if DELTA:
+        if beta is not None:
             rate = tl.load(beta + own, mask=head_mask, other=0.0)
             value = (value - tl.sum(s * keys[:, None], 0)) * rate
         s = s + keys[:, None] * value[None, :]
@@ -192,13 +189,7 @@ def _linear_recurrence(
 
 
 def linear_recurrence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor | None,
-    state: Tensor,
-    at: Rows,
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, state: Tensor, at: Rows
 ) -> Tensor:
     """Compute `verbatim.kv.recurrence.linear_recurrence`."""
     _, key_heads, depth = k.shape
@@ -212,7 +203,7 @@ def linear_recurrence(
         _linear_recurrence[grid](
             out,
             *(x.contiguous() for x in (q, k, v, decay)),
-            out if beta is None else beta.contiguous(),
+            None if beta is None else beta.contiguous(),
             state,
             *at,
             len(at[2]),
@@ -221,7 +212,6 @@ def linear_recurrence(
             DEPTH=depth,
             WIDTH=width,
             DECAY_BY_ROW=decay.dim() == 3,
-            DELTA=beta is not None,
             DEPTH_BLOCK=rows,
             COLUMNS=columns,
             TILE_HEADS=columns if width % columns else 1,

@@ -6,7 +6,6 @@ dtype, so the bits are those of a layer that runs module by module.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,55 +16,41 @@ from verbatim.kernels.triton.quantized import elements_of, store_groups
 
 
 @helper
-def _rotate(x, pointer, at, mask, cos, sin, WIDTH: tl.constexpr, ROTATED: tl.constexpr):
-    """Rotate heads with the values `x` at `pointer + at`, in the first `ROTATED` of `WIDTH` dimensions."""
-    half: tl.constexpr = ROTATED // 2
-    place = at % WIDTH
-    other = tl.where(place < half, at + half, at - half)
-    rotated_half = tl.load(pointer + other, mask=mask & (place < ROTATED), other=0.0)
-    rotated_half = tl.where(place < half, -widened(rotated_half), widened(rotated_half))
-    left = rounded(widened(x) * widened(cos), x.dtype)
-    right = rounded(rotated_half * widened(sin), x.dtype)
-    return tl.where(place < ROTATED, rounded(widened(left) + widened(right), x.dtype), x)
+def _load(x, at, mask, cos, sin, WIDTH, ROTATED):
+    """Load elements `at` of a token's heads, with the first `ROTATED` of `WIDTH` dimensions rotated."""
+    values = tl.load(x + at, mask=mask, other=0.0)
+    if ROTATED > 0:
+        half: tl.constexpr = ROTATED // 2
+        place = at % WIDTH
+        turns = mask & (place < ROTATED)
+        c = widened(tl.load(cos + place, mask=turns, other=1.0))
+        s = widened(tl.load(sin + place, mask=turns, other=0.0))
+        other = tl.load(x + tl.where(place < half, at + half, at - half), mask=turns, other=0.0)
+        other = tl.where(place < half, -widened(other), widened(other))
+        left, right = rounded(widened(values) * c, values.dtype), rounded(other * s, values.dtype)
+        turned = rounded(widened(left) + widened(right), values.dtype)
+        values = tl.where(place < ROTATED, turned, values)
+    return values
 
 
 @helper
-def _groups(
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    UNITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    """Return the offsets `[UNITS, GROUP]` of the elements of a token's heads, which of them exist, and the
-    head and the group within it `[UNITS]`.
+def _write(store, x, slot, cos, sin, HEADS, WIDTH, ROTATED, BLOCK_SIZE, UNITS, GROUP, BITS):
+    """Write a token's heads to its slot of a store, rotated, and quantized if the store has `BITS`.
+
+    A unit is a group of elements of one head.
     """
     groups: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     unit = tl.arange(0, UNITS)
     head, group = unit // groups, unit % groups
     element = elements_of(group, WIDTH, GROUP, BITS)
     mask = (head < HEADS)[:, None] & (element < WIDTH)
-    return head[:, None] * WIDTH + element, mask, head, group
-
-
-@helper
-def _write(
-    store,
-    x,
-    at,
-    mask,
-    row,
-    group,
-    WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    STORE: tl.constexpr,
-):
-    """Write elements, at offsets from `_groups`, to rows `[UNITS]` of a store, quantized if it has `BITS`."""
+    values = _load(x, head[:, None] * WIDTH + element, mask, cos, sin, WIDTH, ROTATED)
+    row = (slot // BLOCK_SIZE * HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
     if BITS == 0:
-        tl.store(store + row[:, None] * WIDTH + at % WIDTH, rounded(widened(x), STORE), mask=mask)
+        values = rounded(widened(values), store.dtype.element_ty)
+        tl.store(store + row[:, None] * WIDTH + element, values, mask=mask)
     else:
-        store_groups(store, row, group, x, mask, WIDTH, GROUP, BITS)
+        store_groups(store, row, group, values, mask, WIDTH, GROUP, BITS)
 
 
 @triton.jit
@@ -82,7 +67,6 @@ def _rope_and_write(
     q_stride,
     k_stride,
     v_stride,
-    angle_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     KEY: tl.constexpr,
@@ -95,38 +79,20 @@ def _rope_and_write(
     K_GROUP: tl.constexpr,
     V_GROUP: tl.constexpr,
     BITS: tl.constexpr,
-    STORE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
-    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    angles = token * angle_stride
-
-    at, mask, head, group = _groups(KV_HEADS, KEY, K_UNITS, K_GROUP, BITS)
-    keys = tl.load(k + token * k_stride + at, mask=mask, other=0.0)
     if ROTATED > 0:
-        angle = mask & (at % KEY < ROTATED)
-        c = tl.load(cos + angles + at % KEY, mask=angle, other=1.0)
-        s = tl.load(sin + angles + at % KEY, mask=angle, other=0.0)
-        keys = _rotate(keys, k + token * k_stride, at, mask, c, s, KEY, ROTATED)
-    row = (block * KV_HEADS + head) * BLOCK_SIZE + offset
-    _write(k_store, keys, at, mask, row, group, KEY, K_GROUP, BITS, STORE)
-
-    if VALUE > 0:  # the keys of an indexer have no values
-        at, mask, head, group = _groups(KV_HEADS, VALUE, V_UNITS, V_GROUP, BITS)
-        values = tl.load(v + token * v_stride + at, mask=mask, other=0.0)
-        row = (block * KV_HEADS + head) * BLOCK_SIZE + offset
-        _write(v_store, values, at, mask, row, group, VALUE, V_GROUP, BITS, STORE)
-
-    if ROTATED > 0:
+        cos += token * ROTATED
+        sin += token * ROTATED
         at = tl.arange(0, Q_BLOCK)
         mask = at < HEADS * KEY
-        queries = tl.load(q + token * q_stride + at, mask=mask, other=0.0)
-        angle = mask & (at % KEY < ROTATED)
-        c = tl.load(cos + angles + at % KEY, mask=angle, other=1.0)
-        s = tl.load(sin + angles + at % KEY, mask=angle, other=0.0)
-        queries = _rotate(queries, q + token * q_stride, at, mask, c, s, KEY, ROTATED)
+        queries = _load(q + token * q_stride, at, mask, cos, sin, KEY, ROTATED)
         tl.store(q_out + token * HEADS * KEY + at, queries, mask=mask)
+    k, v = k + token * k_stride, v + token * v_stride
+    _write(k_store, k, slot, cos, sin, KV_HEADS, KEY, ROTATED, BLOCK_SIZE, K_UNITS, K_GROUP, BITS)
+    if VALUE > 0:  # the keys of an indexer have no values
+        _write(v_store, v, slot, cos, sin, KV_HEADS, VALUE, 0, BLOCK_SIZE, V_UNITS, V_GROUP, BITS)
 
 
 def supports(k: Tensor, v: Tensor, k_store: Tensor, packing: Packing | None = None) -> bool:
@@ -187,15 +153,14 @@ def rope_and_write(
             q,
             k,
             v,
-            q if cos is None else cos,
-            q if sin is None else sin,
+            cos,
+            sin,
             k_store,
             v_store,
             slots,
             q.stride(0),
             k.stride(0),
             v.stride(0),
-            rotated,
             HEADS=heads,
             KV_HEADS=kv_heads,
             KEY=key_size,
@@ -208,7 +173,6 @@ def rope_and_write(
             K_GROUP=group_sizes[0],
             V_GROUP=group_sizes[1],
             BITS=packing.bits if packing else 0,
-            STORE=None if packing else DTYPES[k_store.dtype],
             num_warps=4,
             **EXACT,
         )
@@ -225,12 +189,3 @@ def write_kv(
 ) -> None:
     """Compute `verbatim.kv.attention.write_kv` for tensors on one GPU; `supports` must hold."""
     rope_and_write(k, k, v, None, None, k_store, v_store, slots, packing)
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return `x` `[T, H, D]` rotated by `cos` and `sin` `[T, R]`: the plain reference."""
-    width = cos.shape[1]
-    turning, rest = x[..., :width], x[..., width:]
-    half = width // 2
-    rotated_half = torch.cat([-turning[..., half:], turning[..., :half]], -1)
-    return torch.cat([turning * cos[:, None] + rotated_half * sin[:, None], rest], -1)

@@ -19,12 +19,13 @@ from torch import Tensor
 from verbatim.kernels.options import EXP_COEFFICIENTS, NUM_LANES
 from verbatim.kernels.triton.numbers import DTYPES, EXACT, helper, widened
 
-GROUPS = 256  # of four ids, per tile
-BLOCK = 4 * GROUPS
+GROUPS = tl.constexpr(256)  # of four ids, per tile
+BLOCK = tl.constexpr(4 * 256)
 LANES = tl.constexpr(NUM_LANES)
 _UNROLLED = tl.constexpr(32)  # additions of lanes between two waits for loads
 _KINDS = tl.constexpr(2)  # masses per row: at temperature 1, and at its own temperature
-_STAGES = 5  # loads in flight
+_LEVELS = tl.constexpr(NUM_LANES.bit_length() - 1)  # of a tree of sums over the lanes
+_STAGES = tl.constexpr(5)  # loads in flight
 _WIDTH = tl.constexpr(10)  # numbers returned per row
 _SCRATCH = 2**24  # masses of the rows that are drawn at once, 128 MB
 _NO_ID = tl.constexpr(0x7FFFFFFF)
@@ -52,7 +53,7 @@ def _philox(group, position, sample_index, seed):
 
 
 @helper
-def _scores(logits, ids, size, word, temperature, is_greedy, SLACK: tl.constexpr):
+def _scores(logits, ids, size, word, temperature, is_greedy, SLACK):
     """Return the lowest and highest possible score of each id, in float32."""
     mask = ids < size
     value = widened(tl.load(logits + ids, mask=mask, other=float("-inf")))
@@ -76,14 +77,21 @@ def _better(best, best_id, score, ids):
 
 
 @helper
-def _row_of(numbers, row, num_rows):
+def _best_of(scores, ids, mask):
+    """Return the best of the tiles at these places."""
+    found = tl.load(scores, mask=mask, other=float("-inf"))
+    return _better(float("-inf"), _NO_ID, found, tl.load(ids, mask=mask, other=_NO_ID))
+
+
+@helper
+def _row_of(numbers, row):
     """Return a row's place, seed, position, sample index, target and temperature."""
-    at = numbers + row
-    seed = tl.load(at + num_rows).to(tl.uint64, bitcast=True)
-    position = tl.load(at + 2 * num_rows).to(tl.uint64, bitcast=True)
-    index = tl.load(at + 3 * num_rows).to(tl.uint64, bitcast=True)
-    temperature = tl.load(at + 5 * num_rows).to(tl.int32).to(tl.float32, bitcast=True)
-    return tl.load(at), seed, position, index, tl.load(at + 4 * num_rows), temperature
+    at = numbers + row * 6
+    seed = tl.load(at + 1).to(tl.uint64, bitcast=True)
+    position = tl.load(at + 2).to(tl.uint64, bitcast=True)
+    index = tl.load(at + 3).to(tl.uint64, bitcast=True)
+    temperature = tl.load(at + 5).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.load(at), seed, position, index, tl.load(at + 4), temperature
 
 
 @helper
@@ -95,25 +103,12 @@ def _top_of(tops, place, target, temperature):
     return top, warped_top, warmer == 0, warmer & (target < 0)
 
 
-@triton.jit(do_not_specialize=["first", "num_rows", "tiles"])
-def _pick(
-    bests,
-    best_ids,
-    logits,
-    numbers,
-    tops,
-    first,
-    num_rows,
-    row_stride,
-    size,
-    tiles,
-    GROUPS: tl.constexpr,
-    SLACK: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["tiles"])
+def _pick(bests, best_ids, logits, numbers, tops, row_stride, size, tiles, SLACK: tl.constexpr):
     """Find the best score of a tile of ids and its id, for the low and for the high scores."""
     row, tile = tl.program_id(0), tl.program_id(1)
     group = tile * GROUPS + tl.arange(0, GROUPS)
-    place, seed, position, index, target, temperature = _row_of(numbers, first + row, num_rows)
+    place, seed, position, index, target, temperature = _row_of(numbers, row)
     _, _, is_greedy, _ = _top_of(tops, place, target, temperature)
     words = _philox(group.to(tl.uint64), position, index, seed)
     values = logits + place * row_stride
@@ -149,23 +144,11 @@ def _mass(value, top):
     return bits.to(tl.float64, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["first", "num_rows", "tiles"])
-def _masses(
-    masses,
-    logits,
-    numbers,
-    tops,
-    first,
-    num_rows,
-    row_stride,
-    size,
-    tiles,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["tiles"])
+def _masses(masses, logits, numbers, tops, row_stride, size, tiles):
     """Compute the masses of a tile of ids, at temperature 1 and the row's: `[R, V / LANES, 2, LANES]`."""
     row, tile = tl.program_id(0), tl.program_id(1)
-    place, _, _, _, target, temperature = _row_of(numbers, first + row, num_rows)
+    place, _, _, _, target, temperature = _row_of(numbers, row)
     top, warped_top, _, warps = _top_of(tops, place, target, temperature)
     ids = tile * BLOCK + tl.arange(0, BLOCK)
     mask = ids < size
@@ -178,7 +161,7 @@ def _masses(
         tl.store(at + LANES, tl.where(mask, _mass(divided, warped_top), 0.0))
 
 
-@triton.jit(do_not_specialize=["first", "num_rows", "tiles"])
+@triton.jit(do_not_specialize=["tiles"])
 def _draw(
     results,
     bests,
@@ -187,51 +170,33 @@ def _draw(
     logits,
     numbers,
     tops,
-    first,
-    num_rows,
     row_stride,
     size,
     tiles,
     TILES: tl.constexpr,
-    STEPS: tl.constexpr,
-    LANES: tl.constexpr,
-    LEVELS: tl.constexpr,
-    STAGES: tl.constexpr,
-    UNROLLED: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
     """Write a row of `results`: the sums of its masses in lane order, its id, and inputs of its log-probs."""
     row = tl.program_id(0)
-    place, _, _, _, target, temperature = _row_of(numbers, first + row, num_rows)
+    place, _, _, _, target, temperature = _row_of(numbers, row)
     top, warped_top, is_greedy, warps = _top_of(tops, place, target, temperature)
+    steps: tl.constexpr = BLOCK // LANES
     lane = tl.arange(0, _KINDS * LANES)
-    at = masses + row.to(tl.int64) * tiles * STEPS * _KINDS * LANES + lane
+    at = masses + row.to(tl.int64) * tiles * steps * _KINDS * LANES + lane
     sums = tl.full([_KINDS * LANES], 0.0, tl.float64)
-    for start in tl.range(0, tiles * STEPS, UNROLLED, num_stages=STAGES):
-        for step in tl.static_range(UNROLLED):
+    for start in tl.range(0, tiles * steps, _UNROLLED, num_stages=_STAGES):
+        for step in tl.static_range(_UNROLLED):
             sums += tl.load(at + (start + step) * _KINDS * LANES)
-    for level in tl.static_range(1, LEVELS + 1):
+    for level in tl.static_range(1, _LEVELS + 1):
         sums = tl.sum(tl.reshape(sums, [_KINDS, 2, LANES >> level]), 1)
     tile = tl.arange(0, TILES)
-    scores, ids = bests + row * _KINDS * tiles + tile, best_ids + row * _KINDS * tiles + tile
-    mask, worst = tile < tiles, float("-inf")
-    low, low_id = _better(
-        worst,
-        _NO_ID,
-        tl.load(scores, mask=mask, other=worst),
-        tl.load(ids, mask=mask, other=_NO_ID),
-    )
-    high, high_id = _better(
-        worst,
-        _NO_ID,
-        tl.load(scores + tiles, mask=mask, other=worst),
-        tl.load(ids + tiles, mask=mask, other=_NO_ID),
-    )
+    at, mask = row * _KINDS * tiles + tile, tile < tiles
+    low, low_id = _best_of(bests + at, best_ids + at, mask)
+    high, high_id = _best_of(bests + at + tiles, best_ids + at + tiles, mask)
     fails = (tl.abs(top) < float("inf")) == 0
     draws = target < 0
     token_id = tl.where(draws, low_id.to(tl.int64), target)
     chosen = widened(tl.load(logits + place * row_stride + tl.minimum(token_id, size - 1)))
-    row_results = results + (first + row) * WIDTH
+    row_results = results + row * _WIDTH
     tl.store(row_results + tl.arange(0, _KINDS), tl.reshape(sums, [_KINDS]))
     tl.store(row_results + 2, tl.where(fails, -1, token_id).to(tl.float64))
     tl.store(row_results + 3, chosen.to(tl.float64))
@@ -273,32 +238,27 @@ def draw(
     device, (num_rows, size) = logits.device, (len(places), logits.shape[1])
     # One copy to the GPU, without waiting for it, and one copy back: every number is exact in float64.
     columns = [places, seeds, positions, indices, targets, temperatures.view(torch.int32)]
-    numbers = torch.stack([column.long() for column in columns]).to(device, non_blocking=True)
+    numbers = torch.stack([column.long() for column in columns], 1).to(device, non_blocking=True)
     tops = logits.amax(-1).float()
-    tiles = triton.cdiv(size, BLOCK)
-    mask = max(1, min(num_rows, _SCRATCH // (tiles * BLOCK * _KINDS.value)))
+    tiles = triton.cdiv(size, BLOCK.value)
+    masses_each = tiles * BLOCK.value * _KINDS.value
+    mask = max(1, min(num_rows, _SCRATCH // masses_each))
     bests = logits.new_empty(mask, _KINDS.value, tiles, dtype=torch.float32)
     best_ids = bests.new_empty(bests.shape, dtype=torch.int32)
-    masses = bests.new_empty(mask, tiles * BLOCK * _KINDS.value, dtype=torch.float64)
+    masses = bests.new_empty(mask, masses_each, dtype=torch.float64)
     results = masses.new_empty(num_rows, _WIDTH.value)
     for first in range(0, num_rows, mask):
         count = min(mask, num_rows - first)
-        rows = logits, numbers, tops, first, num_rows, logits.stride(0), size, tiles
-        _pick[(count, tiles)](bests, best_ids, *rows, GROUPS=GROUPS, SLACK=SLACK, **EXACT)
-        _masses[(count, tiles)](masses, *rows, BLOCK=BLOCK, LANES=LANES, **EXACT)
+        rows = logits, numbers[first:], tops, logits.stride(0), size, tiles
+        _pick[(count, tiles)](bests, best_ids, *rows, SLACK=SLACK, **EXACT)
+        _masses[(count, tiles)](masses, *rows, **EXACT)
         _draw[(count,)](
-            results,
+            results[first:],
             bests,
             best_ids,
             masses,
             *rows,
             TILES=triton.next_power_of_2(tiles),
-            STEPS=BLOCK // LANES.value,
-            LANES=LANES,
-            LEVELS=LANES.value.bit_length() - 1,
-            STAGES=_STAGES,
-            UNROLLED=_UNROLLED,
-            WIDTH=_WIDTH,
             num_warps=2,  # one for each kind of mass
             **EXACT,
         )
