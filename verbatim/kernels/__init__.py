@@ -84,10 +84,7 @@ def instruction_set() -> str | None:
 
 
 def numerics_key(
-    dtype: str,
-    kv_dtype: str,
-    quantization: str | None = None,
-    gpu: dict[str, Any] | None = None,
+    dtype: str, kv_dtype: str, quantization: str | None = None, gpu: dict[str, Any] | None = None
 ) -> str:
     """Return the numerics key; machines with equal keys produce bit-identical outputs.
 
