@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from verbatim.errors import UnsupportedModel
-from verbatim.kernels.options import AttentionOptions, IndexOptions
+from verbatim.kernels.options import AnyOptions, AttentionOptions, IndexOptions
 from verbatim.model import (  # noqa: F401  (some register replacements)
     deepseek_v4,
     glm5_next,
@@ -64,10 +64,8 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
-def _attend(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
-) -> Tensor:
-    """Attend: q `[B, T, H, Dk]`, k and v `[B, T, Hkv, D]` to `[B, T, H * Dv]`."""
+def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptions) -> Tensor:
+    """Attend: q `[B, T, H, Dk]`, k and v `[B, T, Hkv, D]` to `[B, T, H * Dv]`, or to the chosen keys."""
     out = attend(module, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), options)
     return out.reshape(q.shape[0], q.shape[1], -1)
 
@@ -79,6 +77,12 @@ def _split(x: Tensor, heads: int) -> Tensor:
 def _source(module: nn.Module, name: str) -> Any:
     """Return a global of the file that defines `module`'s class, or None."""
     return getattr(sys.modules[type(module).__module__], name, None)
+
+
+def _rotated(module: Any, q: Tensor, k: Tensor, angles: Any) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys `[B, T, H, D]` by cos and sin, with the function of the module's file."""
+    rotate = _source(module, "apply_rotary_pos_emb")
+    return rotate(q, k, *angles, unsqueeze_dim=2)  # type: ignore[no-any-return]
 
 
 @attends("BloomAttention")
@@ -102,9 +106,7 @@ def _falcon(
 ) -> tuple[Tensor, None]:
     q, k, v = _falcon_heads(module, module.query_key_value(hidden_states))
     if alibi is None:
-        rotate = _source(module, "apply_rotary_pos_emb")
-        rotated = rotate(q.transpose(1, 2), k.transpose(1, 2), *kwargs["position_embeddings"])
-        q, k = (x.transpose(1, 2) for x in rotated)
+        q, k = _rotated(module, q, k, kwargs["position_embeddings"])
     else:
         # Falcon adds a bias to each key's score before the scale, by position and rounded to bfloat16. An
         # additional element of the keys holds it.
@@ -198,13 +200,13 @@ def _projected(module: Any, hidden: Tensor, options: AttentionOptions) -> tuple[
 def _neox_japanese(
     module: Any, hidden_states: Tensor, *_: Any, **kwargs: Any
 ) -> tuple[Tensor, None, Any]:
-    rotate, width = _source(module, "apply_rotary_pos_emb"), module.rotary_ndims
     fused = _split(module.query_key_value(hidden_states), module.num_attention_heads)
     q, k, v = fused.chunk(3, dim=-1)
-    parts = (x[..., :width].transpose(1, 2) for x in (q, k))
+    width = module.rotary_ndims
+    rotated = _rotated(module, q[..., :width], k[..., :width], kwargs["position_embeddings"])
     q, k = (
-        torch.cat([rotated.transpose(1, 2), x[..., width:]], dim=-1)
-        for rotated, x in zip(rotate(*parts, *kwargs["position_embeddings"]), (q, k), strict=True)
+        torch.cat([turned, x[..., width:]], dim=-1)
+        for turned, x in zip(rotated, (q, k), strict=True)
     )
     options = AttentionOptions(scale=1.0 / float(module.norm_factor))
     return module.dense(_attend(module, q, k, v, options)), None, module.dense_bias
@@ -386,12 +388,10 @@ def _choose(
             torch.cat([rotated, plain][::order], dim=-1)
             for rotated, plain in ((q, q_plain), (k, k_plain))
         )
-    q, k = q.flatten(0, 1), k.flatten(0, 1)
     weights = module.weights_proj(in_dtype(hidden_states, module.weights_proj)).float()
     weights = weights * float(module.n_heads**-0.5 * module.softmax_scale)
     options = IndexOptions(module.index_topk, weights.flatten(0, 1))
-    chosen = attend(module, q, k, k[..., :0], options)
-    return chosen.view(*hidden_states.shape[:2], -1)
+    return _attend(module, q, k, k[..., :0], options)
 
 
 @attends("MiniMaxM3VLIndexer")
@@ -403,7 +403,6 @@ def _block_indexer(
     **__: Any,
 ) -> Tensor:
     """MiniMax M3's indexer; returns the positions of the keys in the chosen blocks, `[B, T, G, k]`."""
-    rotate, dim = _source(module, "apply_rotary_pos_emb"), module.head_dim
     if module.num_heads != module.config.num_key_value_heads:
         raise UnsupportedModel(
             f"its indexers choose blocks for {module.num_heads} groups of heads, but it has "
@@ -414,13 +413,11 @@ def _block_indexer(
             f"its indexers always choose {module.local_blocks} blocks, of {module.topk_blocks} in all"
         )
     options = IndexOptions(module.topk_blocks, None, module.block_size, module.local_blocks)
-    shape = *hidden_states.shape[:2], -1, dim
-    q = module.q_norm(module.q_proj(hidden_states).view(shape)).transpose(1, 2)
-    k = module.k_norm(module.k_proj(hidden_states).view(shape)).transpose(1, 2)
-    q, k = rotate(q, k, *(x[..., :dim] for x in position_embeddings))
-    q, k = (x.transpose(1, 2).flatten(0, 1) for x in (q, k))
-    chosen = attend(module, q, k, k[..., :0], options)
-    return chosen.view(*hidden_states.shape[:2], *chosen.shape[1:])
+    dim, heads = module.head_dim, module.num_heads
+    q = module.q_norm(_split(module.q_proj(hidden_states), heads))
+    k = module.k_norm(module.k_proj(hidden_states).unflatten(-1, (-1, dim)))
+    q, k = _rotated(module, q, k, (x[..., :dim] for x in position_embeddings))
+    return _attend(module, q, k, k[..., :0], options).unflatten(-1, (heads, -1))
 
 
 @attends("Qwen4ExpTextQSAIndexer")
@@ -457,14 +454,14 @@ def _qwen4(
     **__: Any,
 ) -> tuple[Tensor, None]:
     """Qwen 4's attention to the keys that its indexer chooses, without transformers' mask."""
-    rotate, config = _source(module, "apply_rotary_pos_emb"), module.config
+    config = module.config
     chosen = module.indexer(hidden_states, position_embeddings)
     q, gate = _split(module.q_proj(hidden_states), config.num_attention_heads).chunk(2, -1)
     k, v = (
         _split(projection(hidden_states), config.num_key_value_heads)
         for projection in (module.k_proj, module.v_proj)
     )
-    q, k = rotate(module.q_norm(q), module.k_norm(k), *position_embeddings, unsqueeze_dim=2)
+    q, k = _rotated(module, module.q_norm(q), module.k_norm(k), position_embeddings)
     options = AttentionOptions(scale=module.scaling, chosen=chosen)
     out = _attend(module, q, k, v, options) * sigmoid(gate.flatten(2))
     return module.o_proj(out), None
