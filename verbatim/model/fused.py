@@ -198,18 +198,17 @@ def _layers_of(module: nn.Module, spec: ModelSpec) -> list[tuple[nn.Module | Non
     """
     attending = {owner for owner, _ in spec.slots}
     attending |= {id(mixer) for mixer in module.modules() if spec.states and is_recurrent(mixer)}
-    mixers = {id(part): (None, part) for part in module.modules() if id(part) in attending}
-    for _, outer in [*mixers.values()]:  # drop indexers inside of attention
-        for part in [*outer.modules()][1:]:
-            mixers.pop(id(part), None)
-    layers: dict[int, tuple[nn.Module | None, nn.Module]] = dict(mixers)
-    for parent in module.modules():
-        layers |= {id(part): (parent, part) for part in parent.children() if id(part) in mixers}
-    for entries in module.modules():
-        if isinstance(entries, nn.ModuleList):
-            for layer in entries:
-                inner = {id(part): part for part in layer.modules() if id(part) in mixers}
-                layers |= {key: (layer, part) for key, part in inner.items() if part is not layer}
+    layers: dict[int, tuple[nn.Module | None, nn.Module]] = {}
+
+    def visit(part: nn.Module, parent: nn.Module | None, entry: nn.Module | None) -> None:
+        if id(part) in attending:  # its children are not visited, such as indexers
+            layers[id(part)] = entry or parent, part
+            return
+        for child in part.children():
+            is_entry = isinstance(part, nn.ModuleList) and id(child) not in attending
+            visit(child, part, child if is_entry else entry)
+
+    visit(module, None, None)
     return list(layers.values())
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -96,18 +96,13 @@ class LayerCall(NamedTuple):
     output: Tensor
 
 
+@dataclass(eq=False)
 class LayerProbe:
     """Replaces a layer, attention or MLP for one forward, to find out whether it can be fused.
 
     Only the first of the layers with the same structure and arguments is tried.
 
     Attributes:
-        layer, attention, spec, fuse, plain, is_part: the arguments.
-        gate: the gate that provides the layer's weights; None: they are always in memory.
-        attending: the layer's submodules that attend.
-        kwargs: the layer's arguments by name, besides hidden states, in its first call.
-
-    Args:
         attention: the submodule that attends or has recurrent states; None: the layer is an MLP.
         spec: the model's spec.
         fuse: returns the function that builds fused layers of a trial's structure; raises NotFusable.
@@ -115,34 +110,34 @@ class LayerProbe:
         trials: the trials by structure; shared by all probes.
         plain: the layer's forward without fusing.
         is_part: whether it is a submodule of a layer that also has a probe.
+        kwargs: the layer's arguments by name, besides hidden states, in its first call.
+        gate: the gate that provides the layer's weights; None: they are always in memory.
+        attending: the layer's submodules that attend.
 
     Raises:
         NotFusable: the layer can't be tried.
     """
 
-    kwargs: dict[str, Any]
+    layer: nn.Module
+    attention: nn.Module | None
+    spec: ModelSpec
+    fuse: Callable[[LayerTrial], Build]
+    calls: list[LayerCall]
+    trials: dict[Any, LayerTrial]
+    plain: Callable[..., Any]
+    is_part: bool
+    kwargs: dict[str, Any] = field(init=False)
 
-    def __init__(
-        self,
-        layer: nn.Module,
-        attention: nn.Module | None,
-        spec: ModelSpec,
-        fuse: Callable[[LayerTrial], Build],
-        calls: list[LayerCall],
-        trials: dict[Any, LayerTrial],
-        plain: Callable[..., Any],
-        is_part: bool,
-    ) -> None:
-        self.gate = gate_of(layer)
-        if any("forward" in part.__dict__ and gate_of(part) is None for part in layer.modules()):
+    def __post_init__(self) -> None:
+        modules = [*self.layer.modules()]
+        self.gate = gate_of(self.layer)
+        if any("forward" in part.__dict__ and gate_of(part) is None for part in modules):
             raise NotFusable("the forward of one of its modules was replaced")
-        self.layer, self.attention, self.spec, self.fuse = layer, attention, spec, fuse
-        self.plain, self.is_part, self._names = plain, is_part, argument_names(layer)
-        self._calls, self._trials = calls, trials
-        mixer = None if attention is None else mixer_of(attention)
+        self._names = argument_names(self.layer)
+        mixer = None if self.attention is None else mixer_of(self.attention)
         self._num_states = 0 if mixer is None else mixer.kind.num_states
-        self.attending = [m for m in layer.modules() if (id(m), 0) in spec.slots]
-        self._structure = structure_of(layer)
+        self.attending = [m for m in modules if (id(m), 0) in self.spec.slots]
+        self._structure = structure_of(self.layer)
         self._trial: LayerTrial | None = None
         self._reason = ""  # why it can't be tried
 
@@ -161,8 +156,8 @@ class LayerProbe:
             )
         trial = self._trial
         like = hidden_states if trial.reason else trial.expected[-1]
-        output = noise(tuple(like.shape), like.dtype, seed=len(self._calls) + 1).to(like.device)
-        self._calls.append(LayerCall(self, hidden_states.clone(), named, output))
+        output = noise(tuple(like.shape), like.dtype, seed=len(self.calls) + 1).to(like.device)
+        self.calls.append(LayerCall(self, hidden_states.clone(), named, output))
         if trial.reason or any(trial.returns or ()):  # keys come from its own forward
             return self._run_plain(*args, **kwargs)
         context.next_states(self._num_states)
@@ -175,10 +170,10 @@ class LayerProbe:
         arguments = [*self.kwargs], [*map(id, tree_leaves(self.kwargs))], self.attention is None
         shapes = [self.spec.layers[self.spec.slots[id(m), 0]] for m in self.attending]
         signature = repr((arguments, shapes, states, hidden.shape, hidden.dtype))
-        trial = self._trials.get((self._structure, signature))
+        trial = self.trials.get((self._structure, signature))
         if trial is None:
             trial = LayerTrial(self, shapes, states, hidden, Hidden())
-            self._trials[self._structure, signature] = trial
+            self.trials[self._structure, signature] = trial
         return LayerTrial(self, shapes, states, hidden, None) if trial.needs_index else trial
 
     def open_weights(self) -> AbstractContextManager[None]:
@@ -350,11 +345,7 @@ class LayerTrial:
 
 
 def fuse(trial: LayerTrial) -> Build:
-    """Return a function that builds fused layers of the trial's structure.
-
-    Raises:
-        NotFusable: the CPU kernels can't run them.
-    """
+    """Return a builder of fused layers for the trial's structure; raise NotFusable if there are none."""
     original, arguments = trial.parts, frozenset(trial.kwargs)
     dtype, returns = trial.expected[-1].dtype, trial.returns
     # A forward that clamps values differs only if they are large.
