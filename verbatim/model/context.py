@@ -96,8 +96,7 @@ RECURRENT: set[str] = set()  # those of models with recurrent states
 def replaces(*names: str, recurrent: bool = False) -> Callable[[_F], _F]:
     """Return a decorator that registers a function as the forward of transformers classes.
 
-    Args:
-        recurrent: whether models with these classes have recurrent states.
+    `recurrent`: whether models with these classes have recurrent states.
     """
 
     def register(forward: _F) -> _F:
@@ -202,15 +201,13 @@ def flat_attention(
         raise UnsupportedModel(f"{name} builds an attention mask of its own")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModel(f"{name} attends to later tokens")
+    if not isinstance(position_bias, DistanceBias):
+        kwargs["position_bias"], position_bias = position_bias, None
     for key_name, extra in kwargs.items():
         if extra is not None and extra is not False and key_name not in _IGNORED_ARGUMENTS:
             raise UnsupportedModel(
                 f"{name} passes {key_name!r} to attention, which is not supported"
             )
-    if position_bias is not None and not isinstance(position_bias, DistanceBias):
-        raise UnsupportedModel(
-            f"{name} passes 'position_bias' to attention, which is not supported"
-        )
     if sinks is not None:
         if sinks.dim() != 4:
             raise UnsupportedModel(f"{name} passes sinks of shape {list(sinks.shape)} to attention")

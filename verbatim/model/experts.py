@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -84,25 +83,28 @@ class Stack(NamedTuple):
         size: int = self.weight.tensor.numel()
         return size // max(1, numbers)
 
+    @property
+    def matrices(self) -> Tensor:
+        """The matrices, `[experts, cols, depth]`, unless they are quantized."""
+        shape = (self.depth, self.cols) if self.transposed else (self.cols, self.depth)
+        matrices: Tensor = self.weight.tensor.view(-1, *shape)
+        return matrices.mT if self.transposed else matrices
+
     def project(self, expert: int, rows: Tensor) -> Tensor:
         """Multiply `rows` `[n, depth]` by the matrix of one expert: `[n, cols]`."""
-        biases, tensor = self.bias.tensor, self.weight.tensor
+        biases = self.bias.tensor
         bias = None if biases is None else biases[expert]
-        if self.packing is not None:
-            one = self.packing.single
-            return linear(rows, QuantizedMatrix(tensor.view(-1, one.nbytes)[expert], one), bias)
-        shape = (self.depth, self.cols) if self.transposed else (self.cols, self.depth)
-        matrix = tensor.view(-1, *shape)[expert]
-        return linear(rows, matrix.t() if self.transposed else matrix, bias)
+        if self.packing is None:
+            return linear(rows, self.matrices[expert], bias)
+        one = self.packing.single
+        data = self.weight.tensor.view(-1, one.nbytes)
+        return linear(rows, QuantizedMatrix(data[expert], one), bias)
 
     def project_sorted(self, starts: Tensor, rows: Tensor) -> Tensor:
         """Multiply rows `[n, depth]`, sorted by expert, by their experts' matrices on a GPU: `[n, cols]`."""
         from verbatim.kernels.triton.linear import linear_by_expert
 
-        shape = (self.depth, self.cols) if self.transposed else (self.cols, self.depth)
-        matrices = self.weight.tensor.view(-1, *shape)
-        matrices = matrices.mT if self.transposed else matrices
-        return linear_by_expert(rows, matrices, self.bias.tensor, starts)
+        return linear_by_expert(rows, self.matrices, self.bias.tensor, starts)
 
     def struct(self, dtype: torch.dtype) -> StackStruct:
         """Return the stack for the kernels; raise NotFusable if they can't read it."""
@@ -158,14 +160,7 @@ def _triton_runs(places: Sequence[Place], dtype: torch.dtype | None) -> bool:
 
 
 class ExpertsParts:
-    """The matrices, the activation and the gate of an experts module.
-
-    Args:
-        experts: a module of transformers' experts interface, or an equivalent one of `_OWN_FORWARD`.
-
-    Raises:
-        NotFusable: the module is of an unknown kind.
-    """
+    """The matrices, the activation and the gate of an experts module; NotFusable: its kind is unknown."""
 
     def __init__(self, experts: Any) -> None:
         self._module = weakref.ref(experts)  # weak, as `_parts` maps the module to this object
@@ -183,14 +178,13 @@ class ExpertsParts:
         self.norm: nn.Module | None = experts.post_expert_norm if normed else None
         self.glu, self.alpha, self.limit = _glu_of(experts) if gated else (UNGATED, 0.0, 0.0)
         self._act: Any = _act_of(experts)
-        self._gate_modules = self._gate_modules_now()
-        self._numbers = Fingerprint([], numbers_of([experts, *self._gate_modules]))
+        self._numbers = Fingerprint([], numbers_of([experts, *_modules_of(self._act)]))
         self.tensors: list[Place] = [
             p for s in (*self.inputs, self.down) for p in (s.weight, s.bias)
         ]
         if self.norm is not None:
             self.tensors += tensors_of([self.norm])
-        self._missing = [place.tensor is None for place in self.tensors]
+        self._recorded_state = self._state()
         self._struct = ExpertsStruct()
         self._fingerprint = Fingerprint(self.tensors)
         self._dtype: torch.dtype | None = None  # of activations that `_struct` is for
@@ -212,16 +206,11 @@ class ExpertsParts:
 
     def is_current(self) -> bool:
         """Return whether the module was neither quantized nor pruned nor given another gate."""
-        same_act = _act_of(self.module) is self._act
-        return (
-            same_act
-            and self._missing == [place.tensor is None for place in self.tensors]
-            and all(map(operator.is_, self._gate_modules, self._gate_modules_now()))
-            and self._numbers.same_values()
-        )
+        return self._state() == self._recorded_state
 
-    def _gate_modules_now(self) -> list[nn.Module]:
-        return list(self._act.modules()) if isinstance(self._act, nn.Module) else []
+    def _state(self) -> tuple[Any, ...]:
+        act, missing = _act_of(self.module), [place.tensor is None for place in self.tensors]
+        return act, _modules_of(act), missing, self._numbers.values()
 
     def struct(self, dtype: torch.dtype) -> ExpertsStruct:
         """Return the kernels' struct for `dtype`, at a fixed address; raise NotFusable if unsupported."""
@@ -408,10 +397,7 @@ def stacked_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def flat_experts(
-    experts: Any,
-    hidden: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
+    experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Run the chosen experts of each token, and return the weighted sum of their outputs.
 
@@ -469,15 +455,7 @@ def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
 
 
 def project_chosen(stack: Stack, rows: Tensor, chosen: Tensor) -> Tensor:
-    """Multiply each row by the matrices of its experts.
-
-    Args:
-        rows: `[T, depth]`.
-        chosen: `[T, k]` int64, the experts of each row.
-
-    Returns:
-        `[T, k, cols]`.
-    """
+    """Multiply `rows` `[T, depth]` by the matrices of their experts `chosen` `[T, k]`: `[T, k, cols]`."""
     num_rows, top_k = chosen.shape
     count = stack.num_matrices
     out = rows.new_empty(num_rows, top_k, stack.cols)
@@ -530,6 +508,10 @@ def _act_of(experts: Any) -> Any:
     owner = getattr(experts, "mlp", experts)
     names = ("act_fn", "activation_fn", "activation")
     return next((act for name in names if (act := getattr(owner, name, None))), None)
+
+
+def _modules_of(act: Any) -> list[nn.Module]:
+    return list(act.modules()) if isinstance(act, nn.Module) else []
 
 
 @kernels.without_overrides
