@@ -64,11 +64,7 @@ class Stored:
 
 
 def read_stored(stored: Stored) -> Tensor:
-    """Read a tensor through the page cache.
-
-    Raises:
-        ModelError: the tensor can't be read, or the file has changed.
-    """
+    """Read a tensor through the page cache; raise ModelError if it can't be read or the file has changed."""
     with torch.inference_mode(False):
         out = torch.empty(stored.nbytes, dtype=torch.uint8)
     try:
@@ -83,23 +79,19 @@ def read_stored(stored: Stored) -> Tensor:
     return out.view(stored.dtype).view(stored.shape)
 
 
-class _Damage(Exception):
-    """A header with impossible numbers."""
-
-
 def stored_in(path: Path) -> dict[str, Stored]:
-    """Return the tensors of a safetensors file by name, from its header.
+    """Return the tensors of a safetensors file by name, from its header; ModelError: it is damaged."""
 
-    Raises:
-        ModelError: the file is damaged or truncated.
-    """
+    def damaged(why: str) -> ModelError:
+        return ModelError(f"{path} is damaged or cut short: {why}")
+
     try:
         with path.open("rb") as file:
             stamp = stamp_of(file.fileno())
             size = stamp[2]
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(size - 8, _MAX_HEADER):
-                raise _Damage(f"a header of {length} bytes in a file of {size}")
+                raise damaged(f"a header of {length} bytes in a file of {size}")
             header = json.loads(file.read(length))
         tensors = {}
         for name, entry in header.items():
@@ -111,16 +103,15 @@ def stored_in(path: Path) -> dict[str, Stored]:
             dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
             # Unlike `torch.Size`, `empty` refuses negative numbers and numbers that overflow.
             if end - begin != torch.empty(shape, dtype=dtype, device="meta").nbytes:
-                raise _Damage(f"a tensor of {list(shape)} has {end - begin} bytes")
+                raise damaged(f"a tensor of {list(shape)} has {end - begin} bytes")
             if not 0 <= begin <= end <= size - 8 - length:
-                raise _Damage(
+                raise damaged(
                     f"a tensor ends at byte {8 + length + end} and the file at {size}: it was cut short"
                 )
             offset = 8 + length + begin
             tensors[name] = Stored(name, path, offset, end - begin, dtype, shape, stamp)
-    except _Damage as error:
-        raise ModelError(f"{path} is damaged or cut short: {error}") from None
+    except ModelError:
+        raise
     except Exception as error:  # damaged headers raise anything; their text is not quoted
-        why = reason(error) if path.exists() else "a dangling link"
-        raise ModelError(f"{path} is damaged or cut short: {why}") from None
+        raise damaged(reason(error) if path.exists() else "a dangling link") from None
     return tensors
