@@ -32,7 +32,6 @@ Silenced = list[tuple[nn.Module, str, Any]]  # layer, name of the field, origina
 
 # Held while a module is patched or inspected. Re-entrant, as a hook may use another engine.
 exclusive = threading.RLock()
-_exclusive_condition = threading.Condition(exclusive)
 
 _CONFIG_FIELDS = ("_attn_implementation_internal", "_experts_implementation_internal")
 _HOOK_FIELDS = ("_forward_hooks", "_forward_pre_hooks")
@@ -40,11 +39,8 @@ _HOOK_FIELDS = ("_forward_hooks", "_forward_pre_hooks")
 
 def holds_exclusive() -> bool:
     """Return whether the calling thread holds `exclusive`, for example in a hook."""
-    try:
-        _exclusive_condition.notify(0)
-    except RuntimeError:  # not held by this thread
-        return False
-    return True
+    is_held: bool = exclusive._is_owned()  # type: ignore[attr-defined]
+    return is_held
 
 
 def _free_in_child() -> None:
