@@ -217,11 +217,7 @@ class Decoder:
         self._head_reads_body = False  # whether the head's input is the body's output
 
     def load_adapter(self, adapter: Adapter) -> list[str]:
-        """Load an adapter, or its matrices for the layers present here; see `Adapters.load`.
-
-        Raises:
-            NotSupported, InvalidRequest: the adapter does not fit the model.
-        """
+        """Load an adapter, or its matrices for the layers present here; see `Adapters.load`."""
         with exclusive:
             self.refresh()
             if not self.adapters.numbers:
@@ -289,15 +285,11 @@ class Decoder:
 
     def how_experts_run(self) -> dict[str, int]:
         """Return the number of experts modules by a description of how they run; empty without experts."""
-        fused = {id(layer.experts) for layer in self._layers.layers}
-        counts: collections.Counter[str] = collections.Counter()
-        for module in self.raw_module.modules():
-            description = how_run(module, self.spec.dtype)
-            if description is not None:
-                counts[
-                    "in the kernel call of their layer" if id(module) in fused else description
-                ] += 1
-        return dict(counts)
+        fused = [layer.experts for layer in self._layers.layers]
+        in_layer = dict.fromkeys(fused, "in the kernel call of their layer")
+        modules = self.raw_module.modules()
+        described = [(module, how_run(module, self.spec.dtype)) for module in modules]
+        return dict(collections.Counter(in_layer.get(m, how) for m, how in described if how))
 
     def weights_moved(self) -> None:
         """Drop cached addresses and tables after the module's tensors moved in memory."""
@@ -450,11 +442,7 @@ class Decoder:
             return output, None if routing is None else routing.record()
 
     def check_body(self, hidden_size: int) -> None:
-        """Check by a trial forward that `run` can store the body's output, `hidden_size` numbers per row.
-
-        Raises:
-            NotSupported: `run` can't; the message says why.
-        """
+        """Raise NotSupported if a trial shows that `run` can't store the body's output `[T, hidden_size]`."""
         with exclusive:
             self.refresh()
             spec, device = self.spec, next(self.raw_module.parameters()).device

@@ -78,11 +78,8 @@ class MtpLayer(OwnModel):
     """One MTP layer as a model, with the embedding and the head of the model that it drafts for.
 
     Its hidden states are `Batch.entering`, or in trials the embeddings of the ids. Slots serve as positions,
-    as rotary embeddings depend on distances only.
-
-    Args:
-        mtp: transformers' `MtpModel`; its modules are used in place.
-        k: index of the layer.
+    as rotary embeddings depend on distances only. The modules of `mtp`, transformers' `MtpModel`, are used in
+    place.
     """
 
     is_first, is_last = False, True  # see `ModelPart`

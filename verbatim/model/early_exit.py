@@ -194,11 +194,7 @@ def open_draft_layers(
 ) -> DraftLayers:
     """Return the draft layers in this process, without their KV stores.
 
-    Args:
-        module: as for `EarlyExitLayers`.
-
-    Raises:
-        InvalidRequest, NotSupported, ModelError: the model has no draft layers, or unsupported ones.
+    Arguments and errors are those of `EarlyExitLayers` and `open_mtp`.
     """
     if isinstance(draft, Mtp):
         return open_mtp(draft, decoder, loaded)

@@ -340,8 +340,4 @@ def _fields_of(module: nn.Module) -> dict[str, Any]:
     if isinstance(module.__dict__.get("_modules"), dict):
         return module.__dict__
     hooks, pre_hooks = module._forward_hooks, module._forward_pre_hooks
-    return {
-        "_modules": {},
-        "_forward_hooks": hooks,
-        "_forward_pre_hooks": pre_hooks,
-    }
+    return {"_modules": {}, "_forward_hooks": hooks, "_forward_pre_hooks": pre_hooks}

@@ -101,11 +101,7 @@ def _mlp(parts: LayerParts, x: Tensor) -> Tensor:
 
 
 def fuse_on_gpu(trial: LayerTrial) -> Build:
-    """Return a function that builds the fused forward of layers with the trial's structure.
-
-    Raises:
-        NotFusable: the layer can't be fused; the message says why.
-    """
+    """Return a builder of fused forwards for the trial's structure; raise NotFusable if there are none."""
     parts = trial.parts
     norms = any(n.kind >= NormKind.CENTERED or n.bias is not None for n in parts.norms.values())
     options = trial.attended[0][3] if trial.attended else AttentionOptions(1.0)

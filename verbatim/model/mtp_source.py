@@ -57,11 +57,7 @@ class Mtp:
 
 
 def open_mtp(draft: Mtp, decoder: Decoder, loaded: LoadedModel) -> MtpLayers:
-    """Open the model's MTP layers, without KV stores.
-
-    Raises:
-        InvalidRequest, NotSupported, ModelError: the model has no MTP layers, or unsupported ones.
-    """
+    """Open the model's MTP layers, without KV stores; errors are those of `checked_mtp` and `load_mtp`."""
     inner, draft_folder = inner_model(decoder.raw_module), draft.beside
     if draft.model is not None and draft_folder is None:
         return MtpLayers(checked_mtp(draft.model, inner), decoder)
@@ -75,11 +71,7 @@ def open_mtp(draft: Mtp, decoder: Decoder, loaded: LoadedModel) -> MtpLayers:
 
 
 def checked_mtp(mtp: Any, inner: Any) -> Any:
-    """Check that `mtp` is an `MtpModel` of the transformers model `inner`, and return it.
-
-    Raises:
-        InvalidRequest: `mtp` has another type or no layers, or belongs to another model.
-    """
+    """Return `mtp` if it is an `MtpModel` of the transformers model `inner`; else raise InvalidRequest."""
     from transformers.modeling_layers import MtpModel
 
     if not isinstance(mtp, MtpModel):

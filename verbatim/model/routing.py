@@ -164,11 +164,7 @@ class Routing:
         return self.forced[:, self._num_done]
 
     def add(self, experts: nn.Module, index: Tensor) -> None:
-        """Record the experts `index` `[T, k]` chosen from the module `experts`.
-
-        Raises:
-            NotSupported: the experts differ from the forced ones.
-        """
+        """Record the experts `index` `[T, k]` chosen from `experts`; NotSupported: others were forced."""
         if not self._is_next(experts):
             return  # a hook called a layer again
         forced = self.forced_experts()

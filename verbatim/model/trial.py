@@ -104,11 +104,7 @@ _KNOWN_SOURCES = (
 
 
 def inspect_model(module: nn.Module) -> ModelSpec:
-    """Return the spec of a module, after an inspection and, if needed, a trial.
-
-    Raises:
-        UnsupportedModel: the model can't run on flat batches; the message says why.
-    """
+    """Return a module's spec, by an inspection and perhaps a trial; raise UnsupportedModel if they fail."""
     inner = inner_model(module)
     try:
         reason = reason_to_refuse(inner)

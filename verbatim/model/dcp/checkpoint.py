@@ -239,11 +239,7 @@ class _Folder:
         return _joined({c.offsets: self._read(key, c, read) for c in chunks}, len(size))
 
     def _chunks(self, key: str, size: Size) -> list[_Chunk]:
-        """Return the non-empty chunks of one tensor.
-
-        Raises:
-            ModelError: a chunk is out of bounds, or its location is missing or invalid.
-        """
+        """Return the non-empty chunks of one tensor, all within it and with a valid location."""
         listed = self.tensors[key].get("chunks")
         if type(listed) is not list:
             raise self._error(f"{key} has no chunks")
@@ -364,13 +360,10 @@ def _joined(parts: dict[Size, Tensor], num_dims: int) -> Tensor:
 
 
 def _locate_elements(path: Path, chunk: _Chunk, dtype: torch.dtype) -> tuple[int, int, Size]:
-    """Locate the elements of a chunk in a file, without reading them.
+    """Locate the elements of a chunk in a file, without reading them; raise ModelError if it has others.
 
     Returns:
         The byte offset of the first element, the number of elements including gaps, and the strides.
-
-    Raises:
-        ModelError: the file has other contents there, or a tensor of another dtype or size.
     """
     start = chunk.begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     skip = chunk.begin - start

@@ -28,11 +28,7 @@ _TRIAL_TOKENS = 40
 class LiveDecoder(Decoder):
     """A decoder for a caller's `Transformer`, which runs a skeleton that shares its parameters.
 
-    Args:
-        module: a module supported by `skeleton_of`.
-        skeleton: the result of `skeleton_of(module)`.
-        weak: whether to hold only a weak reference to `module`.
-        options: further arguments of `Decoder`.
+    Arguments are those of `Decoder`, with `skeleton_of(module)` as the skeleton.
     """
 
     def __init__(
