@@ -417,7 +417,8 @@ def _block_indexer(
     q = module.q_norm(_split(module.q_proj(hidden_states), heads))
     k = module.k_norm(module.k_proj(hidden_states).unflatten(-1, (-1, dim)))
     q, k = _rotated(module, q, k, (x[..., :dim] for x in position_embeddings))
-    return _attend(module, q, k, k[..., :0], options).unflatten(-1, (heads, -1))
+    chosen: Tensor = _attend(module, q, k, k[..., :0], options).unflatten(-1, (heads, -1))
+    return chosen
 
 
 @attends("Qwen4ExpTextQSAIndexer")
