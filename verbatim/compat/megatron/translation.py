@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from verbatim.api.llm import LLM
 from verbatim.api.tensors import engine_of
-from verbatim.common.checks import integer
+from verbatim.common.checks import check_kind, integer
 from verbatim.compat.megatron.request import (
     DynamicInferenceRequest,
     InferenceRequest,
@@ -24,7 +24,7 @@ from verbatim.compat.megatron.request import (
     Status,
     TopN,
 )
-from verbatim.compat.shared import accepts, check_kind
+from verbatim.compat.shared import accepts
 from verbatim.core import FinishReason, Request, TopLogprobs
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import SamplingParams as EngineParams
