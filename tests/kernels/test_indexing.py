@@ -31,7 +31,7 @@ def choose(q: Tensor, weights: Tensor, keys: Tensor, start: int, top_k: int) -> 
     """Choose keys for the last rows of one sequence, whose keys `[L, D]` lie in one block."""
     chosen = choose_keys(
         q[start:],
-        lambda _: keys,
+        keys[None, None],
         AttentionBatch(
             torch.tensor([0, len(keys) - start], dtype=torch.int32),
             torch.tensor([len(keys)], dtype=torch.int32),
@@ -74,10 +74,16 @@ def test_index_scores_of_every_instruction_set_equal_the_reference(
         keys = torch.randn(length, depth, generator=numbers)
         keys[0] = torch.nan
         weights = torch.randn(rows, heads, generator=numbers) if weighted else None
-        expected = by("none", index_scores)(q, weights, keys)
-        found = index_scores(q, weights, keys)
+        expected = by("none", index_scores)(q, weights, keys, length)
+        found = index_scores(q, weights, keys, length)
         assert found[..., 0].isnan().all() and expected[..., 0].isnan().all()
         assert torch.equal(found[..., 1:], expected[..., 1:])
+        table = torch.randperm(length // BLOCK_SIZE + 1, generator=numbers).int()
+        store = torch.empty(len(table) * BLOCK_SIZE, depth)
+        at = torch.arange(length)
+        store[table.long()[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE] = keys
+        paged = index_scores(q, weights, store.view(-1, 1, BLOCK_SIZE, depth), length, table)
+        assert torch.equal(paged[..., 1:], found[..., 1:])
 
 
 Step = Callable[[KVStore, Tensor, Tensor, AttentionBatch], Tensor]
@@ -170,9 +176,9 @@ def test_attention_to_window_and_records_has_the_same_bits_in_any_chunking(
 def test_indexer_of_records_chooses_only_complete_windows() -> None:
     keys = torch.zeros(11, 1)
     keys[2::3, 0] = torch.tensor([1.0, 3.0, 2.0])  # of the complete windows of three
-    batch = AttentionBatch(torch.tensor([0, 11]), torch.tensor([11]), torch.zeros(1, 1))
+    batch = AttentionBatch(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 11], [11], [[0]])))
     options = IndexOptions(2, torch.ones(11, 1), 3, pooled=True, records=True)
-    chosen = choose_keys(torch.ones(11, 1, 1), lambda _: keys, batch, options)[:, 0].tolist()
+    chosen = choose_keys(torch.ones(11, 1, 1), keys[None, None], batch, options)[:, 0].tolist()
     assert chosen == [[-1, -1]] * 2 + [[2, -1]] * 3 + [[2, 5]] * 3 + [[5, 8]] * 3
 
 

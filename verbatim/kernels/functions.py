@@ -33,7 +33,7 @@ _ARGUMENTS = {
     "vb_experts_sorted": "PPPP",
     "vb_glu": "PPL",
     "vb_gumbel": "QUULP",
-    "vb_index_scores": "PPPPLLLL",
+    "vb_index_scores": "PPPPPLLLLL",
     "vb_interleave": "PPLLII",
     "vb_layer": "PPPPPPPLIPPLPP",
     "vb_layer_after": "PPPPLPPLPP",

@@ -39,16 +39,32 @@ static f32x16 dot(const float *q, const f32x16 *keys, int64_t depth, f32x16 *x) 
     return x[0];
 }
 
-// Transposes keys[count, depth], so that each key is a lane.
+// Keys [depth] of one sequence: key i is row i, or with a table of blocks the row that it names.
+template <typename T> struct Keys {
+    const T *rows;
+    const int32_t *table;
+    int64_t block_size;
+
+    const T *at(int64_t i, int64_t depth) const {
+        if (table) i = table[i / block_size] * block_size + i % block_size;
+        return rows + i * depth;
+    }
+};
+
+// Transposes `count` keys from the first, so that each key is a lane.
 template <typename T>
-static void turn(f32x16 *turned, const T *keys, int64_t count, int64_t depth, float *room) {
-    for (int64_t i = 0; i < count * depth; i++) room[i] = to_float(keys[i]);
+static void turn(f32x16 *turned, const Keys<T> &keys, int64_t first, int64_t count, int64_t depth,
+                 float *room) {
+    for (int64_t i = 0; i < count; i++) {
+        const T *key = keys.at(first + i, depth);
+        for (int64_t d = 0; d < depth; d++) room[i * depth + d] = to_float(key[d]);
+    }
     std::fill(room + count * depth, room + KEYS * depth, 0.0f);
     transpose((float *)turned, KEYS, room, depth, KEYS, depth, nullptr);
 }
 
 template <typename T>
-static void score(float *out, const float *q, const T *keys, const float *weights, int64_t rows,
+static void score(float *out, const float *q, const Keys<T> &keys, const float *weights, int64_t rows,
                   int64_t heads, int64_t depth, int64_t length, int threads) {
     using namespace vb;
     const int64_t tiles = (length + KEYS - 1) / KEYS, groups = weights ? 1 : heads;
@@ -58,7 +74,7 @@ static void score(float *out, const float *q, const T *keys, const float *weight
         std::vector<float> room(KEYS * depth);
         for (int64_t t = tiles * thread / threads; t < tiles * (thread + 1) / threads; t++) {
             const int64_t first = t * KEYS, count = std::min(KEYS, length - first);
-            turn(turned.data(), keys + first * depth, count, depth, room.data());
+            turn(turned.data(), keys, first, count, depth, room.data());
             for (int64_t r = 0; r < rows; r++) {
                 for (int64_t h = 0; h < heads; h++) {
                     f32x16 found = dot(q + (r * heads + h) * depth, turned.data(), depth, x.data());
@@ -75,14 +91,16 @@ static void score(float *out, const float *q, const T *keys, const float *weight
 
 }  // namespace
 
-// Computes out[rows, groups, length] from q[rows, heads, depth] and keys[length, depth]. With weights[rows,
-// heads] there is one group, the sum of weight * max(score, 0) over the heads; without (null) each head is
-// one.
+// Computes out[rows, groups, length] from q[rows, heads, depth] and `length` keys. With weights[rows, heads]
+// there is one group, the sum of weight * max(score, 0) over the heads; without (null) each head is one. The
+// table of the keys' blocks may be null.
 #define INSTANCE(suffix, T)                                                                        \
-    extern "C" void vb_index_scores_##suffix(float *out, const float *q, const T *keys,            \
-                                             const float *weights, int64_t rows, int64_t heads,    \
-                                             int64_t depth, int64_t length, int threads) {         \
-        score(out, q, keys, weights, rows, heads, depth, length, threads);                         \
+    extern "C" void vb_index_scores_##suffix(                                                      \
+        float *out, const float *q, const T *keys, const float *weights, const int32_t *table,     \
+        int64_t block_size, int64_t rows, int64_t heads, int64_t depth, int64_t length,            \
+        int threads) {                                                                             \
+        const Keys<T> all = {keys, table, block_size};                                             \
+        score(out, q, all, weights, rows, heads, depth, length, threads);                          \
     }
 INSTANCE(f32, float)
 INSTANCE(bf16, bf16)

@@ -27,16 +27,18 @@ _MAX_SCORES = 1 << 18  # scores sorted at a time, each with about 32 bytes of te
 
 def choose_keys(
     q: Tensor,
-    keys_of: Callable[[Tensor], Tensor],
+    store: Tensor,
     batch: AttentionBatch,
     options: IndexOptions,
+    unpack: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Choose the keys that each row sees.
 
     Args:
         q: `[T, H, D]`, the indexer's queries.
-        keys_of: function from a block table `[n]` to its index keys `[n * block_size, D]`.
+        store: index keys, `[blocks, 1, block_size, D]`.
         batch: as for `paged_attention`.
+        unpack: dequantizes rows of the store, if they are quantized.
 
     Returns:
         `[T, G, k]` int32, positions in ascending order, padded with -1.
@@ -52,7 +54,7 @@ def choose_keys(
     most_rows = _MAX_ELEMENTS // (q.shape[1] * _TILE * q.shape[2])
     rows_at_once = max(1, min(most_rows, _MAX_SCORES // (groups * max(lens))))
     inside = torch.arange(options.block, device=q.device)
-    keys, loaded = q, -1  # index keys of sequence `loaded`
+    keys, table, loaded = store, None, -1  # index keys of sequence `loaded`
     for first in range(0, len(q), rows_at_once):
         last = min(first + rows_at_once, len(q))
         spans = [
@@ -68,10 +70,13 @@ def choose_keys(
         scores = torch.full(size, -torch.inf, dtype=torch.float32, device=q.device)
         for s, begin, end, seen in spans:
             if s != loaded:
-                keys, loaded = keys_of(batch.block_tables[s].long())[: lens[s]], s
+                keys, table, loaded = store, batch.block_tables[s], s
+                if unpack is not None or not has_kernels(q.device) or store.dtype not in SUFFIX:
+                    keys, table = store[table.long(), 0].flatten(0, 1), None
+                    keys = keys if unpack is None else unpack(keys)
             weights = None if options.weights is None else options.weights[begin:end]
             rows = scores[begin - first : end - first, :, :seen]
-            rows.copy_(index_scores(q[begin:end].float(), weights, keys[:seen]))
+            rows.copy_(index_scores(q[begin:end].float(), weights, keys, seen, table))
         at = positions[first:last]
         later = torch.arange(longest, device=q.device) > at
         blocks = _best_blocks(scores.masked_fill_(later, -torch.inf), at, options)
@@ -129,22 +134,28 @@ def top_indices(scores: Tensor, count: int) -> Tensor:
     return chosen.nonzero()[:, -1].view(*scores.shape[:-1], count)
 
 
-def index_scores(q: Tensor, weights: Tensor | None, keys: Tensor) -> Tensor:
-    """Return scores `[R, G, L]` of `keys` `[L, D]`, bit-identical with and without kernels.
+def index_scores(
+    q: Tensor, weights: Tensor | None, keys: Tensor, length: int, table: Tensor | None = None
+) -> Tensor:
+    """Return scores `[R, G, L]` of `length` keys, bit-identical with and without kernels.
 
-    `q` is `[R, H, D]` float32, and `weights` `[R, H]` or None.
+    Args:
+        q: `[R, H, D]` float32.
+        weights: `[R, H]`, or None.
+        keys: the sequence's keys `[L or more, D]`; with kernels also a store `[blocks, 1, block_size, D]`.
+        table: the sequence's blocks in a store.
     """
     if has_kernels(q.device):
         q, keys = q.contiguous(), keys.contiguous()
         keys = keys if keys.dtype in SUFFIX else keys.float()
         weights = None if weights is None else weights.contiguous()
         groups = q.shape[1] if weights is None else 1
-        out = q.new_empty(len(q), groups, len(keys))
-        at = addresses(out, q, keys, weights)
-        run("vb_index_scores", keys.dtype, *at, *q.shape, len(keys))
+        out = q.new_empty(len(q), groups, length)
+        at = addresses(out, q, keys, weights, table)
+        run("vb_index_scores", keys.dtype, *at, keys.shape[-2], *q.shape, length)
         return out
     tiles = []
-    for tile in keys.split(_TILE):
+    for tile in keys[:length].split(_TILE):
         scores = tree_sum(q[:, :, None] * tile, -1)
         if weights is not None:
             scores = tree_sum(scores.relu() * weights[..., None], 1, keepdim=True)

@@ -126,8 +126,10 @@ class KVStore(BlockStore):
         """
         k, v = self.layer(layer)
         if isinstance(options, IndexOptions):
-            width = q.shape[2]
-            return choose_keys(q, lambda blocks: self.rows(k, width, blocks)[0], batch, options)
+            unpack = None
+            if self.packing is not None:
+                unpack = partial(unpack_rows, width=q.shape[2], packing=self.packing)
+            return choose_keys(q, k, batch, options, unpack)
         attention = partial(
             paged_attention,
             batch_invariant=self.batch_invariant,

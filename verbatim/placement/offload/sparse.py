@@ -73,7 +73,8 @@ def _attend_top_k(
     lowest = options.lowest_key(positions)
     key_positions = torch.arange(oldest, end, device=q.device)
     pairs = zip(q.float().chunk(kv_heads, 1), keys[:, oldest:end], strict=True)
-    scores = torch.stack([index_scores(queries, None, k) for queries, k in pairs], 1)
+    length = end - oldest
+    scores = torch.stack([index_scores(queries, None, k, length) for queries, k in pairs], 1)
     scores = scores * options.scale  # [R, Hkv, G, L]
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
