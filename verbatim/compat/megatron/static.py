@@ -17,7 +17,6 @@ from verbatim.compat.megatron.request import InferenceRequest, SamplingParams
 from verbatim.compat.megatron.translation import Translation
 from verbatim.compat.shared import accepts
 from verbatim.core import Delta, FinishReason, Request
-from verbatim.engine.calls import TaskWaiter, wake_all
 from verbatim.errors import InvalidRequest, as_exception
 
 
@@ -40,8 +39,9 @@ class AsyncStream:
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.request_id, self._cancel, self._loop = request_id, cancel, loop
-        self._items = deque[InferenceRequest | BaseException | Callable[[], InferenceRequest]]()
-        self._waiters: list[TaskWaiter] = []  # the reader that waits, if any
+        self._items: deque[InferenceRequest | BaseException | Callable[[], InferenceRequest]]
+        self._items = deque()
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self.finished = False
 
     def put(self, item: InferenceRequest | Exception | Callable[[], InferenceRequest]) -> None:
@@ -51,7 +51,7 @@ class AsyncStream:
         """
         if not self.finished:
             self._items.append(item)
-            wake_all(self._waiters)
+            self._wake_reader()
 
     def finish(self, exception: Any = None) -> None:
         """End the stream; the reader receives the remaining items, then the exception if there is one.
@@ -68,7 +68,7 @@ class AsyncStream:
             # A KeyboardInterrupt raised in a reader would end the reader's event loop.
             self._items.append(as_exception(exception))
         self.finished = True
-        wake_all(self._waiters)
+        self._wake_reader()
 
     async def __anext__(self) -> InferenceRequest:
         """Return the next item. A reader that calls this directly must call `aclose` to stop early.
@@ -81,8 +81,9 @@ class AsyncStream:
             raise InvalidRequest(
                 f"the stream of request {self.request_id} was made for another event loop"
             )
-        self._waiters = [waiter := TaskWaiter()]
         while True:
+            arrival = asyncio.Event()
+            self._waiting = loop, arrival
             # Read before the queue: once it is set, nothing is added.
             finished = self.finished
             if self._items:
@@ -93,7 +94,7 @@ class AsyncStream:
             if finished:
                 raise StopAsyncIteration
             try:
-                await waiter.wait()
+                await arrival.wait()
             except asyncio.CancelledError:
                 self._leave()
                 raise
@@ -102,7 +103,7 @@ class AsyncStream:
         """Stop reading: end the stream, and cancel its request unless it has ended."""
         self._leave()
         self._items.clear()
-        wake_all(self._waiters)
+        self._wake_reader()
 
     def __aiter__(self) -> AsyncGenerator[InferenceRequest, None]:
         return self.generator()
@@ -116,6 +117,12 @@ class AsyncStream:
             except GeneratorExit:
                 self._leave()
                 raise
+
+    def _wake_reader(self) -> None:
+        if (waiting := self._waiting) is not None:
+            loop, arrival = waiting
+            with suppress(RuntimeError):  # the loop is closed, so no reader waits
+                loop.call_soon_threadsafe(arrival.set)
 
     def _leave(self) -> None:
         """End the stream, and cancel its request unless it has ended."""
