@@ -224,7 +224,8 @@ def check_what_comes_between(llm: LLM, same: Any) -> None:
     llm.pause()
     llm.resume()
     llm.sleep()
-    assert llm.info()["kv_bytes"] == 0
+    info = llm.info()
+    assert info["kv_bytes"] == info.get("kv_tiers", {}).get("disk", 0)  # files keep their space
     llm.wake()
     deltas.append(next(stream))
     llm.sleep(weights=True)

@@ -35,6 +35,12 @@ def by_name(groups: dict[str, str]) -> dict[str, str]:
     return {name: reason for reason, names in groups.items() for name in names.split()}
 
 
+def declared_pad_id(*sources: Any) -> int | None:
+    """Return the first pad id of configs, tokenizers or models; None if no source has one."""
+    ids = (getattr(source, "pad_token_id", None) for source in sources)
+    return next((i for i in ids if isinstance(i, int) and i >= 0), None)
+
+
 def flag(name: str, value: Any) -> bool:
     """Return a boolean option as a bool; raise InvalidRequest unless it is True, False, 1 or 0."""
     if not isinstance(value, int) or value not in (0, 1):

@@ -74,14 +74,9 @@ def placeholders_of(config: Any) -> dict[int, str]:
 
 def pad_id_of(configs: Iterable[Any], eos_ids: Iterable[int]) -> int:
     """Return the first pad id in `configs`, else the lowest end-of-sequence id, else 0."""
-    declared = declared_pad_id(*configs)
-    return min((i for i in eos_ids if i >= 0), default=0) if declared is None else declared
-
-
-def declared_pad_id(*configs: Any) -> int | None:
-    """Return the first pad id of configs or tokenizers; None if they have none."""
     ids = (getattr(config, "pad_token_id", None) for config in configs)
-    return next((i for i in ids if isinstance(i, int) and i >= 0), None)
+    ends = min((i for i in eos_ids if i >= 0), default=0)
+    return next((i for i in ids if isinstance(i, int) and i >= 0), ends)
 
 
 def eos_ids_of(*configs: Any) -> frozenset[int]:

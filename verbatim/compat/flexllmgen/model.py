@@ -20,10 +20,9 @@ from verbatim.api.tensors import draw_seed
 from verbatim.common.checks import check_kind, integer, optional_integer, switch
 from verbatim.compat.flexllmgen.config import OptConfig, check_config, config_by_name, find_model
 from verbatim.compat.flexllmgen.policy import ExecutionEnv, Policy, options_of
-from verbatim.compat.shared import HasEngine, new_rows
+from verbatim.compat.shared import HasEngine, declared_pad_id, new_rows
 from verbatim.core import Request
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.model.limits import pad_id_of
 from verbatim.params import SamplingParams
 
 Spent = Callable[[], Sequence[float]]  # returns load, compute and store so far, in seconds
@@ -222,9 +221,10 @@ class OptLM(HasEngine):
         """The pad id of the `OptConfig`, the model or the tokenizer; else an EOS id, else 0."""
         if isinstance(self.config, OptConfig):
             return self.config.pad_token_id
-        engine, hf = self.llm.engine, getattr(self.llm.tokenizer, "hf", None)
-        configs = engine.generation_config, engine.config, hf
-        return pad_id_of(configs, engine.admission.eos_ids)
+        llm = self.llm
+        configs = llm.engine.generation_config, llm.engine.config
+        pad_id = declared_pad_id(*configs, getattr(llm.tokenizer, "hf", None))
+        return llm.pad_token_id if pad_id is None else pad_id
 
     def generate(
         self,

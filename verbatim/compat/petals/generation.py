@@ -19,8 +19,8 @@ from verbatim.common.checks import check_kind
 from verbatim.compat.petals.call import GenerateCall
 from verbatim.compat.petals.session import InferenceSession, active_session, entered
 from verbatim.compat.petals.settings import UNSUPPORTED_BY_TRANSFORMERS, Settings, is_off
+from verbatim.compat.shared import declared_pad_id
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.model.limits import declared_pad_id
 from verbatim.options import on_cpu
 from verbatim.params import SamplingParams
 

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from verbatim.api.llm import LLM
 from verbatim.common.checks import integer
-from verbatim.compat.shared import by_name, check_search, flag
+from verbatim.compat.shared import by_name, check_search, declared_pad_id, flag
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.model.limits import declared_pad_id
 
 # Supported parameters, with transformers' defaults.
 SUPPORTED: dict[str, Any] = dict.fromkeys(
