@@ -652,6 +652,10 @@ def test_only_leading_pads_are_masked_in_transformers_generate(model: Any, pad: 
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     expected = model.generate(ids, attention_mask=mask, **kwargs)
     assert torch.equal(model.generate(ids, **kwargs), expected)
+    only_pad = model.generate(ids[:1, :1], **kwargs)  # BOS may be the same id
+    assert torch.equal(
+        only_pad, model.generate(ids[:1, :1], attention_mask=mask[:1, 2:3], **kwargs)
+    )
 
 
 def test_inputs_embeds_and_assistant_model_give_same_tokens(model: Any, toy: Any) -> None:

@@ -298,6 +298,10 @@ def test_strings_of_later_turns_get_no_space() -> None:
             for text in ("one", " two", "'s"):
                 session.generate(text, P8.replace(max_tokens=0))
             assert tokenizer.decode(session.token_ids) == "one two's"
+        # After a special token they add one within a text, too.
+        both = tokenizer.encode("one</s>two", special_tokens=False)
+        one = tokenizer.encode("one", special_tokens=False)
+        assert one + tokenizer.encode_rest("</s>two") == both
 
 
 def test_rejected_calls_leave_the_session_usable() -> None:

@@ -229,6 +229,8 @@ class Engine:
                     self._emit(sequence, chunk.num_accepted)
                 if chunk.error is not None and not (request.finished or chunk.sequence.finished):
                     self.fail(request, chunk.error)
+            except (KeyboardInterrupt, SystemExit):  # of a signal handler
+                raise
             except BaseException as error:  # also a panic of the tokenizer's library
                 self.fail(request, as_exception(error))  # the other requests continue
 

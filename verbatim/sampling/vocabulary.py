@@ -53,7 +53,12 @@ class Vocabulary:
                 if decode([piece]) != text:
                     self.never_first.append(i)
         self._special = frozenset(self.special_token_ids)
-        self._backend = tokenizer.without_prefix or self._backend
+        if tokenizer.without_prefix is not None:
+            self._backend = tokenizer.without_prefix
+        else:  # a copy, as a call of `hf` may set truncation and padding
+            self._backend = Backend.from_str(self._backend.to_str())
+            self._backend.no_truncation()
+            self._backend.no_padding()
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Encode `text` as within a completion; greedily by longest pieces if that does not round-trip."""

@@ -144,12 +144,21 @@ class Tokenizer:
     def encode_rest(self, text: str) -> list[int]:
         """Encode text that continues a sequence.
 
-        No special tokens are added, nor the space that SentencePiece tokenizers add before a text.
+        No special tokens are added, nor the space that SentencePiece tokenizers add before a text. They also
+        add one after each special token in the text, as in a whole prompt.
         """
-        if self.without_prefix is None:
+        backend = self.without_prefix
+        if backend is None or not isinstance(text, str):
             return self.encode(text, special_tokens=False)
         check_unicode(text, "the text")
-        return list(self.without_prefix.encode(text, add_special_tokens=False).ids)
+        with failures_as(InvalidRequest, "the tokenizer fails on this text"):
+            encoded = backend.encode(text, add_special_tokens=False)
+        added = backend.get_added_tokens_decoder()
+        for n, (i, (start, end)) in enumerate(zip(encoded.ids, encoded.offsets, strict=True)):
+            # An unknown character has the id of <unk>, which is not in the text.
+            if i in added and text[start:end].strip() == added[i].content.strip():
+                return encoded.ids[:n] + self.encode(text[start:], special_tokens=False)
+        return list(encoded.ids)
 
     def encode_fragment(self, text: str) -> list[tuple[int, ...]]:
         """Return the encodings of `text` within a completion: at the start of a word, and inside a word.

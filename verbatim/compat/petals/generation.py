@@ -117,8 +117,9 @@ class RemoteGenerationMixin:
                 configs = SimpleNamespace(**kwargs), generation_config, engine.generation_config
                 tokenizer = getattr(self.llm.tokenizer, "hf", None)
                 pad_id = declared_pad_id(*configs, engine.config, tokenizer)
-                mask = PaddedRows.of(inputs, None, name="inputs", pad_id=pad_id).mask
-                arguments["attention_mask"] = mask.long().to(module.device)
+                mask = rows != (-1 if pad_id is None else pad_id)
+                mask[:, -1:] = True  # a prompt may be one BOS id that is also the pad id
+                arguments["attention_mask"] = mask.long().cummax(1).values
             output = engine.call_module("generate", rows, seed=seed, **arguments)
         else:
             with on_cpu():
