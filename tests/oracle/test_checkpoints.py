@@ -260,10 +260,12 @@ def test_groups_of_compressed_tensors_may_differ(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["gptq", ACT_ORDER, "auto-round"])
 def test_bits_and_group_sizes_of_gptq_may_differ(name: str, tmp_path: Path) -> None:
     (_, _, usual, config, _), other = FORMATS[name], dict(bits=8, group_size=64)
+    rule = r".*\.([qo]_proj|mlp\..*)"  # the matrices of 128 rows
     if name == "auto-round":
-        config = config | dict(extra_config={"attn": other, "lm_head": {"bits": 16}})
+        config = config | dict(extra_config={rule: other, "lm_head": {"bits": 16}})
     else:
-        config = config | dict(dynamic={r"+:.*attn": other, r"-:.*lm_head": {}})
+        others = {"+:.*k_proj": None, "+:.*nothing": {"group_size": 96}, "-:.*lm_head": {}}
+        config = config | dict(dynamic={**others, f"+:{rule}": other})
     module, mixed = make_toy("qwen2", **_ROWS_OF_128), w.gptq(8, 64, order=name == ACT_ORDER)
     save(tmp_path, module, lambda x: (mixed if x.shape == (128, 128) else usual)(x), config)
     with LLM(tmp_path) as llm:
@@ -526,8 +528,8 @@ _ONLY_4_BITS = r"q_proj\.W_q is .*: HQQ must have nbits=4"
         ("awq", config(version="gemv"), "version='gemv'"),
         ("compressed-int4", config(format="mxfp6-pack-quantized"), "mxfp6-pack-quantized"),
         ("auto-round", config(packing_format="auto_round:mlx"), "packing_format='auto_round:mlx'"),
-        ("auto-round", config(extra_config={"x": {"bits": 3}}), "extra_config: x has bits=3"),
-        ("awq", config(dynamic={"x": {"bits": 8}}), r"dynamic: x has bits=8: must be one of \[4\]"),
+        ("auto-round", config(extra_config={".*": {"bits": 3}}), r"extra_config: \.\* has bits=3"),
+        ("awq", config(dynamic={"m": {"bits": 8}}), r"dynamic: m has bits=8: must be one of \[4\]"),
         ("fp8", config(weight_block_size=None), "no block size"),
         # Two scales for 192 rows could also be of 96 rows each.
         ("compressed-fp8-blocks", config(config_groups={"all": {}}), "no block size"),

@@ -199,11 +199,16 @@ def _layers_of(module: nn.Module, spec: ModelSpec) -> list[tuple[nn.Module | Non
     attending = {owner for owner, _ in spec.slots}
     attending |= {id(mixer) for mixer in module.modules() if spec.states and is_recurrent(mixer)}
     layers: dict[int, tuple[nn.Module | None, nn.Module]] = {}
+    seen: set[tuple[int, int]] = set()
 
     def visit(part: nn.Module, parent: nn.Module | None, entry: nn.Module | None) -> None:
         if id(part) in attending:  # its children are not visited, such as indexers
-            layers[id(part)] = entry or parent, part
+            if entry is not None or id(part) not in layers:
+                layers[id(part)] = parent if entry is None else entry, part
             return
+        if (key := (id(part), id(entry))) in seen:
+            return
+        seen.add(key)
         for child in part.children():
             is_entry = isinstance(part, nn.ModuleList) and id(child) not in attending
             visit(child, part, child if is_entry else entry)

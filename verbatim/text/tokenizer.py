@@ -157,7 +157,7 @@ class Tokenizer:
         for n, (i, (start, end)) in enumerate(zip(encoded.ids, encoded.offsets, strict=True)):
             # An unknown character has the id of <unk>, which is not in the text.
             if i in added and text[start:end].strip() == added[i].content.strip():
-                return encoded.ids[:n] + self.encode(text[start:], special_tokens=False)
+                return [*encoded.ids[:n], *self.encode(text[start:], special_tokens=False)]
         return list(encoded.ids)
 
     def encode_fragment(self, text: str) -> list[tuple[int, ...]]:

@@ -299,7 +299,8 @@ def stored_packing(lazy: LazyWeight) -> tuple[WeightPacking, LazyWeight] | None:
         return None
     first = pairs[0][0]
     is_alike = all(replace(packing, shape=first.shape) == first for packing, _ in pairs)
-    if not is_alike or first.columns or lazy.shape[-1] != first.depth:
+    # Rows of as many bytes as values could not be told from columns below.
+    if not is_alike or first.columns or not lazy.shape[-1] == first.depth != first.row_bytes:
         return None
     shape = *lazy.shape[:-1], first.row_bytes
     rows = [traced(part) for _, part in pairs]

@@ -57,12 +57,16 @@ def open_cluster(model: OpenRequest, cluster: Cluster) -> Placed:
     """
     loaded, source, options, limit, draft = model
     with ExitStack() as undo:
-        hosts: Any = _hosts(cluster.address) if cluster.hosts is None else cluster.hosts
-        undo.callback(hosts.close)
+        if cluster.hosts is not None:
+            undo.callback(cluster.hosts.close)
         split = Split(loaded)
         draft_fields = describe_draft(draft)
         layout = split.sizes(draft, spills=cluster.offload is not None)
         _check(cluster, layout)
+        hosts: Any = cluster.hosts
+        if hosts is None:
+            hosts = _hosts(cluster.address)
+            undo.callback(hosts.close)
         arguments: Message = {
             "source": source,
             "options": options,

@@ -39,7 +39,7 @@ class Remote(Forward):
 
     step: int = 0
     parts: int = 0
-    error: Exception | None = None  # if the forward, or a call about it, failed
+    error: Exception | None = None  # if the forward failed
     rows: dict[int, Tensor] = field(default_factory=dict)  # logits received so far, by row
 
 
@@ -127,17 +127,22 @@ class Clustered(Runner):
 
     def _ask(self, remote: Remote, do: str, **fields: Any) -> Any:
         """Call the last stage about a forward; raise CacheLost if a stage had to be replaced."""
+        group = self.group
+
+        def check() -> None:
+            try:
+                group.check_reports(remote.step)
+            except Exception as error:  # reported only once, so stored for later calls
+                remote.error = None if isinstance(error, StageGone) else error
+                raise
+
         if remote.error is not None:
             raise remote.error
-        group, check = self.group, partial(self.group.check_reports, remote.step)
         tags: Message = {"epoch": group.epoch, "step": remote.step, "parts": remote.parts}
         try:
             return group.call(do, group.members[-1:], meanwhile=check, **tags, **fields)[0]
         except StageGone as error:
             self._recover(error)
-        except Exception as error:  # reported only once, so stored for later calls
-            remote.error = error
-            raise
 
     def _recover(self, gone: object) -> NoReturn:
         """Replace the lost stages, and raise CacheLost."""

@@ -147,17 +147,20 @@ def _reading(tensors: Sequence[Stored]) -> float:
     buffers = [pages(max(chunk.nbytes for chunk in chunks)).fill_(0) for _ in range(READERS)]
     begin = perf_counter()
 
-    def read(chunk: Pages) -> int:
-        if perf_counter() - begin > _MAX_READ_S:
-            return 0
+    def read(chunk: Pages) -> tuple[int, float]:
+        """Return the bytes and the seconds of a read."""
+        start = perf_counter()
+        if start - begin > _MAX_READ_S:
+            return 0, 0.0
         buffer = buffers.pop()  # one per thread
         nbytes = chunk.read(files, buffer)
         buffers.append(buffer)
-        return nbytes
+        return nbytes, perf_counter() - start
 
     try:
         jobs = [readers.submit(read, chunk) for chunk in chunks]
-        return sum(job.result() for job in jobs) / (perf_counter() - begin)
+        sizes, seconds = zip(*(job.result() for job in jobs), strict=True)
+        return float(READERS * sum(sizes) / sum(seconds))
     finally:
         readers.shutdown()
         files.close()

@@ -5,6 +5,7 @@ GPTQ, AWQ and AutoRound pack them in int32 words; HQQ (Badri and Shaji 2023) has
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -19,6 +20,9 @@ from verbatim.weights.formats.checkpoint import SCALES, QuantizedCheckpoint, nib
 from verbatim.weights.lazy import LazyWeight, Stored
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble of a word
+_SPECIAL = frozenset(
+    "*+?^$()[]{}|\\"
+)  # characters that make a rule of AutoRound a regular expression
 _HQQ = {"nbits": 4, "axis": 1}  # the supported settings
 
 
@@ -89,40 +93,49 @@ def _matrices(
 ) -> Iterator[tuple[str, tuple[int, int], tuple[Stored, ...], int, int]]:
     """Yield the name, shape, tensors (words, zero points, scales), bits and group size of each matrix.
 
-    With several settings in the config (`dynamic` of GPTQModel, `extra_config` of AutoRound), the shapes of a
-    matrix's tensors tell which it has.
-
     Args:
         bits, size: the usual setting; a `size` of 0 or less: all of K.
         by_columns: whether a word holds codes of several columns (AWQ) instead of several rows.
     """
-    settings, allowed = {(bits, size): None}, (4,) if by_columns else (4, 8)
-    for kind in ("dynamic", "extra_config"):
-        for name, other in (checkpoint.quantization.get(kind) or {}).items():
-            own = int(other.get("bits", bits)), int(other.get("group_size", size))
-            if own[0] < 16 and own[0] not in allowed:  # 16 bits: not quantized
-                raise NotSupported(
-                    f"{checkpoint.folder}: config.json: {kind}: {name[:80]} has bits={own[0]}: must be one "
-                    f"of {list(allowed)}"
-                )
-            settings |= {own: None} if own[0] < 16 else {}
+    usual = bits, size
     for name in checkpoint.names(".qweight"):
+        bits, size = _setting_of(checkpoint, name, *usual, (4,) if by_columns else (4, 8))
         words = checkpoint.take(f"{name}.qweight", torch.int32, shape=(None, None))
-        zeros = checkpoint.take(f"{name}.qzeros", torch.int32, shape=(None, None))
-        scales = checkpoint.take(f"{name}.scales", *SCALES, shape=(zeros.shape[0], None))
-        depth, width, found = words.shape[0], scales.shape[1], []
-        for bits, size in settings:
-            columns = -(-width * bits // 32)
-            shape = width, depth if by_columns else depth * 32 // bits
-            groups = -(-shape[1] // size) if size > 0 else 1
-            fits = words.shape[1] == (columns if by_columns else width)
-            if fits and zeros.shape == (groups, columns):
-                found.append((shape, bits, size))
-        if not found:
-            raise checkpoint.wrong(zeros)
-        # The last group may be short only if no other setting fits.
-        shape, bits, size = min(found, key=lambda f: f[0][1] % max(1, f[2]))
+        (depth, width), per_word = words.shape, 32 // bits
+        shape = (width * per_word, depth) if by_columns else (width, depth * per_word)
+        groups = -(-shape[1] // size) if size > 0 else 1
+        zero_shape = groups, -(-shape[0] // per_word)
+        zeros = checkpoint.take(f"{name}.qzeros", torch.int32, shape=zero_shape)
+        scales = checkpoint.take(f"{name}.scales", *SCALES, shape=(groups, shape[0]))
         yield name, shape, (words, zeros, scales), bits, size
+
+
+def _setting_of(
+    checkpoint: QuantizedCheckpoint, name: str, bits: int, size: int, allowed: tuple[int, ...]
+) -> tuple[int, int]:
+    """Return the bits and group size of a matrix: of the first rule in the config for its name, or the usual.
+
+    Rules are the entries of GPTQModel's `dynamic`, regular expressions after "+:" or "-:" (not quantized),
+    and of AutoRound's `extra_config`, names or regular expressions.
+    """
+    for kind in ("dynamic", "extra_config"):
+        for rule, other in (checkpoint.quantization.get(kind) or {}).items():
+            applies: Any = rule == name
+            if kind == "dynamic":
+                applies = not rule.startswith("-:") and re.match(rule.removeprefix("+:"), name)
+            elif _SPECIAL & set(rule):
+                applies = re.search(rule, name)
+            if not applies or not other:
+                continue
+            bits = bits if other.get("bits") is None else int(other["bits"])
+            size = size if other.get("group_size") is None else int(other["group_size"])
+            if bits not in allowed:
+                raise NotSupported(
+                    f"{checkpoint.folder}: config.json: {kind}: {rule[:80]} has bits={bits}: must be one of "
+                    f"{list(allowed)}"
+                )
+            return bits, size
+    return bits, size
 
 
 def read_auto_round(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
