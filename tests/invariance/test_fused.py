@@ -309,6 +309,13 @@ def test_edits_of_live_module_take_effect(name: str, edit: str) -> None:
     assert outputs(fused) == after, "again"
 
 
+def test_alias_of_an_attention_does_not_take_its_layer() -> None:
+    model = make_toy("llama")
+    model.tapped = model.model.layers[1].self_attn
+    with LLM(model) as llm:
+        assert llm.info()["fused"]["whole"] == "yes"
+
+
 @pytest.mark.parametrize("before", [None, 6])
 def test_edited_sliding_window_in_config_takes_effect(before: int | None) -> None:
     model = make_toy("mistral", sliding_window=before)

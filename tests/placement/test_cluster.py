@@ -760,6 +760,8 @@ def test_invalid_cluster_placements_are_rejected(saved: Folders) -> None:
     folder = saved("gpt2")
     with pytest.raises(InvalidRequest, match=r"stages=7: the model can be cut into 6"):
         clustered(folder, stages=7)
+    with pytest.raises(InvalidRequest, match="stages=7"):  # before a cluster there is sought
+        LLM(folder, placement=Cluster(stages=7, address="127.0.0.1:9"))
     with pytest.raises(InvalidRequest, match=r"layers=\(2, 2\) add up to 4; the model has 6"):
         clustered(folder, stages=None, layers=(2, 2))
     with pytest.raises(NotSupported, match="a live module is in memory"):
