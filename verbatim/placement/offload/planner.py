@@ -119,7 +119,7 @@ class Planner:
 
     @property
     def _has_kv_size(self) -> bool:
-        """Whether the size of the KV cache is given, and not chosen by the plan."""
+        """True if the size of the KV cache is given, and not chosen by the plan."""
         return self.options.kv_bytes is not None or self.options.cache_sizes is not None
 
     def may_spill(self) -> bool:
