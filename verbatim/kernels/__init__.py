@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-VERSION = (
-    12  # incremented when the arithmetic of a kernel or a model changes; part of the numerics key
-)
+# Incremented when the arithmetic of a kernel or a model changes; part of the numerics key.
+VERSION = 12
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 # Best first, with the required features, named as in /proc/cpuinfo.

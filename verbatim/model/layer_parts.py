@@ -154,9 +154,8 @@ class Shape:
     # Name of the argument, and key in it, with keys and values shared between layers. A layer without KV
     # heads reads them; others write them.
     shared: tuple[str, Any] | None = None
-    chosen_keys_argument: str | None = (
-        None  # the argument with the keys chosen by another layer's indexer
-    )
+    # The argument with the keys chosen by another layer's indexer.
+    chosen_keys_argument: str | None = None
 
 
 @dataclass(slots=True, eq=False)

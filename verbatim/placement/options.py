@@ -144,9 +144,8 @@ class Placed:
 
     runner: Runner
     options: EngineOptions  # adjusted to the limits of the placement
-    collective: Any = (
-        None  # the connection to processes that make the same calls; None: there are none
-    )
+    # The connection to processes that make the same calls; None: there are none.
+    collective: Any = None
 
 
 def engine_options(

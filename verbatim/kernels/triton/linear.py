@@ -59,9 +59,8 @@ LOW_PACKED_TILE = Tile(16, 32, 256, 4, 3)  # the first of them for a quantized m
 if INTERPRETED.value:  # the interpreter sums up the depth of a tile before adding it to the total
     TILES = tuple(tile._replace(depth=32) for tile in TILES)  # a product has at most 2**20 elements
     LOW_PACKED_TILE = LOW_PACKED_TILE._replace(depth=32)
-_GROUP = tl.constexpr(
-    8
-)  # tiles of rows that run side by side, and share a tile of the matrix in the cache
+# Tiles of rows that run side by side, and share a tile of the matrix in the cache.
+_GROUP = tl.constexpr(8)
 
 
 def supports(x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> bool:
