@@ -87,8 +87,7 @@ class Tokenizer:
         self.vocab_size: int = len(hf)
         self.special_ids = frozenset(hf.all_special_ids)
         if self._fast is not None:  # the backend skips all tokens added as special
-            added = self._fast.get_added_tokens_decoder()
-            self.special_ids = frozenset(i for i, token in added.items() if token.special)
+            self.special_ids = frozenset(i for i, t in self._added.items() if t.special)
         self.cleans_up = self._cleans_up()
         self.byte_texts: dict[int, bytes] = {}  # cache for byte-level detokenizers
         self.piece_texts: dict[int, str] = {}  # cache for pieces with context-free text
@@ -153,7 +152,7 @@ class Tokenizer:
         check_unicode(text, "the text")
         with failures_as(InvalidRequest, "the tokenizer fails on this text"):
             encoded = backend.encode(text, add_special_tokens=False)
-        added = backend.get_added_tokens_decoder()
+        added = self._added
         for n, (i, (start, end)) in enumerate(zip(encoded.ids, encoded.offsets, strict=True)):
             # An unknown character has the id of <unk>, which is not in the text.
             if i in added and text[start:end].strip() == added[i].content.strip():
@@ -204,6 +203,11 @@ class Tokenizer:
         return entry
 
     @cached_property
+    def _added(self) -> dict[int, Any]:
+        """The tokens added to a fast tokenizer's vocabulary, by id; empty for a slow one."""
+        return {} if self._fast is None else dict(self._fast.get_added_tokens_decoder())
+
+    @cached_property
     def without_prefix(self) -> Any:
         """A fast tokenizer's backend without the space that it adds to a text; None if it adds none."""
         backend, keys = self._fast, ("normalizer", "pre_tokenizer")
@@ -226,10 +230,9 @@ class Tokenizer:
     @cached_property
     def marks(self) -> dict[str, int]:
         """Ids of the tokens that grammars may name: special tokens, and others in angle brackets."""
-        added = {} if self._fast is None else self._fast.get_added_tokens_decoder()
         return {
             token.content: i
-            for i, token in added.items()
+            for i, token in self._added.items()
             if i in self.special_ids or re.fullmatch("<.+>", token.content)
         }
 
