@@ -105,10 +105,15 @@ struct Layer {
     int32_t index;           // among the layers that adapters have matrices for
     int32_t angles;          // index of the model's `Angles` that it uses
     const void *factor;      // scalar factor of the layer's output, or null
+    int64_t absorbed;        // if not 0, latent vectors are stored (verbatim/model/latent.py), and this is the
+                             // number of elements of a query head that are multiplied with latent[1]
 
     bool has_mlp() const { return num_gates || mixture || residual >= ALONE; }
     int64_t q_width() const { return heads * head_dim; }
     int64_t k_width() const { return kv_heads * head_dim; }
+    int64_t own_value() const {  // width of a head's output
+        return absorbed ? latent[1].cols / heads - absorbed : value_dim;
+    }
     int64_t qkv_width() const {
         return q_width() + k_width() + kv_heads * value_dim + gate_width;
     }
@@ -198,6 +203,37 @@ void project(const Layer &l, const T *hidden, int64_t rows, const Adapted &adapt
                      threads);
 }
 
+// out[rows, heads, cols] = x[rows, heads, depth] by the matrix of each head, a part of latent[1]: `first`, for
+// the first head. Strides are of rows and heads, in elements.
+template <typename T>
+void multiply_heads(const Layer &l, const Matrix &first, const T *x, int64_t rows, int64_t x_stride,
+                    int64_t x_head, T *out, int64_t out_stride, int64_t out_head, int threads) {
+    const int64_t numbers = l.heads * first.cols * first.depth, apart = l.latent[1].cols / l.heads;
+    threads = threads_for(rows * numbers, numbers, threads);
+    const int each = l.heads < threads ? threads : 1;  // threads for one head
+    parallel_for(l.heads, each > 1 ? 1 : threads, [&](int64_t h) {
+        Matrix matrix = first;
+        matrix.data = (const T *)first.data + h * apart * l.latent[1].depth;
+        multiply(x + h * x_head, rows, x_stride, &matrix, 1, out + h * out_head, out_stride, each);
+    });
+}
+
+// attended[rows, heads, own_value] = latent[rows, heads, value_dim], the output of attention over latent
+// vectors, by the matrices of values.
+template <typename T>
+void expand_values(const Layer &l, const T *latent, int64_t rows, T *attended, int threads) {
+    Matrix values = l.latent[1];
+    values.cols = l.own_value();
+    values.data = (const T *)values.data + l.absorbed * values.depth;
+    multiply_heads(l, values, latent, rows, l.heads * l.value_dim, l.value_dim, attended,
+                   l.heads * values.cols, values.cols, threads);
+}
+
+void expand_values(const Layer &l, const void *latent, int64_t rows, void *attended, int threads) {
+    if (l.is_bf16) expand_values(l, (const bf16 *)latent, rows, (bf16 *)attended, threads);
+    else expand_values(l, (const float *)latent, rows, (float *)attended, threads);
+}
+
 // Latent attention (DeepSeek-AI 2024, arXiv:2405.04434): computes qkv[rows, qkv_width]. A row of input
 // products has queries or their latent vector, the latent vector of keys and values, the rotated dimensions
 // shared by all keys, and gates.
@@ -207,7 +243,9 @@ void before_latent(const Layer &l, const T *hidden, int64_t rows, const Adapted 
     const Matrix &of_q = l.latent[0], &of_kv = l.latent[1];
     const int64_t width = l.products(), first = l.inputs[0].cols, rank = of_kv.depth, dim = l.head_dim;
     const int64_t turned = l.inputs[1].cols - rank, plain = dim - turned, all = l.qkv_width();
-    const Scratch<T> made(rows * width), kv(rows * of_kv.cols), q(of_q.data ? rows * of_q.cols : 0);
+    const int64_t own_dim = l.absorbed ? l.absorbed + turned : dim;  // of queries before they are absorbed
+    const Scratch<T> made(rows * width), q(of_q.data ? rows * of_q.cols : 0);
+    const Scratch<T> kv(l.absorbed ? 0 : rows * of_kv.cols);
     project(l, hidden, rows, adapted, made.data, width, threads);
     each_row(rows, width, threads, [&](int64_t r) {
         const auto norm = [](T *x, const Norm &norm, float scale) {
@@ -220,10 +258,20 @@ void before_latent(const Layer &l, const T *hidden, int64_t rows, const Adapted 
         norm(row + first + rank, l.of_values, 1.0f);
     });
     if (of_q.data) multiply(made.data, rows, width, &of_q, 1, q.data, of_q.cols, threads);
-    multiply(made.data + first, rows, width, &of_kv, 1, kv.data, of_kv.cols, threads);
+    const T *queries = of_q.data ? q.data : made.data;
+    const int64_t q_stride = of_q.data ? of_q.cols : width;
+    if (l.absorbed) {
+        Matrix keys = of_kv;
+        keys.cols = rank, keys.depth = l.absorbed, keys.transposed = true;
+        multiply_heads(l, keys, queries, rows, q_stride, own_dim, qkv, all, dim, threads);
+    } else multiply(made.data + first, rows, width, &of_kv, 1, kv.data, of_kv.cols, threads);
     each_row(rows, all, threads, [&](int64_t r) {
         T *row = made.data + r * width, *key = row + first + rank, *to = qkv + r * all;
-        std::memcpy(to, of_q.data ? q.data + r * of_q.cols : row, l.q_width() * sizeof(T));
+        const T *query = queries + r * q_stride;
+        if (!l.absorbed) std::memcpy(to, query, l.q_width() * sizeof(T));
+        else
+            for (int64_t h = 0; h < l.heads; h++)
+                std::memcpy(to + h * dim + plain, query + h * own_dim + l.absorbed, turned * sizeof(T));
         if (l.rotation != UNTURNED) {
             const int64_t at = (angles.rows ? angles.rows[r] : r) * angles.width;
             const A *cos = (const A *)angles.cos + at, *sin = (const A *)angles.sin + at;
@@ -233,7 +281,12 @@ void before_latent(const Layer &l, const T *hidden, int64_t rows, const Adapted 
         }
         T *k = to + l.q_width(), *v = k + l.k_width();
         const T *from = kv.data + r * of_kv.cols;
-        for (int64_t h = 0; h < l.heads; h++, k += dim, v += l.value_dim) {
+        if (l.absorbed) {
+            std::memcpy(k, row + first, dim * sizeof(T));
+            std::memcpy(v, k, dim * sizeof(T));
+            v += dim;
+        }
+        for (int64_t h = 0; h < l.heads && !l.absorbed; h++, k += dim, v += l.value_dim) {
             std::memcpy(k, from, plain * sizeof(T));
             std::memcpy(k + plain, key, turned * sizeof(T));
             std::memcpy(v, from + plain, l.value_dim * sizeof(T));
@@ -304,7 +357,7 @@ void before(const Layer &l, const void *hidden, int64_t rows, const Adapted &ada
 // attended *= sigmoid(gates), with the gates in the last columns of qkv.
 template <typename T>
 void apply_gates(const Layer &l, T *attended, const T *qkv, int64_t rows, int threads) {
-    const int64_t width = l.qkv_width(), gated = l.heads * l.value_dim, each = gated / l.gate_width;
+    const int64_t width = l.qkv_width(), gated = l.heads * l.own_value(), each = gated / l.gate_width;
     each_row(rows, gated, threads, [&](int64_t r) {
         T *row = attended + r * gated;
         const T *gates = qkv + (r + 1) * width - l.gate_width;
@@ -611,7 +664,7 @@ void after(const Layer &l, const void *hidden, const void *attended, int64_t row
               (float *)normed, threads);
 }
 
-// Writes the rows' K and V to the stores, and computes `attended` [rows, heads * value_dim]. In a layer
+// Writes the rows' K and V to the stores, and computes `attended` [rows, heads * own_value]. In a layer
 // without attention, the stores hold its states.
 void attend(const Layer &l, const Rows &rows, void *k_store, void *v_store, const void *hidden,
             const Angles &angles, char *attended, int threads) {
@@ -632,16 +685,19 @@ void attend(const Layer &l, const Rows &rows, void *k_store, void *v_store, cons
     const Scratch<float> sinks(l.sinks ? l.heads : 0);
     for (int64_t h = 0; l.sinks && h < l.heads; h++)
         sinks.data[h] = value_at<bf16>(l.sinks, l.sinks_f32 || !l.is_bf16, h);
-    vb_attention(qkv.data, attended, k_store, v_store, rows.query_starts, rows.context_lens,
+    const Scratch<char> vectors(l.absorbed ? rows.count * l.heads * l.value_dim * size : 0);
+    char *out = l.absorbed ? vectors.data : attended;
+    vb_attention(qkv.data, out, k_store, v_store, rows.query_starts, rows.context_lens,
                  rows.block_tables, rows.sequences, rows.max_blocks, width, l.head_dim, l.heads,
                  l.kv_heads, l.head_dim, l.value_dim, rows.block_size, l.window, l.chunk,
                  l.is_bf16, l.is_bf16, l.scale, l.softcap, l.sinks ? sinks.data : nullptr, 0, l.alibi,
                  nullptr, 0, threads);
+    if (l.absorbed) expand_values(l, (const void *)out, rows.count, (void *)attended, threads);
     apply_gates(l, (void *)attended, (const void *)qkv.data, rows.count, threads);
 }
 
 // Bytes of a row of `attended`.
-int64_t attended_bytes(const Layer &l) { return l.heads * l.value_dim * (l.is_bf16 ? 2 : 4); }
+int64_t attended_bytes(const Layer &l) { return l.heads * l.own_value() * (l.is_bf16 ? 2 : 4); }
 
 void whole(const Layer &l, const Rows &rows, void *k_store, void *v_store, const void *hidden,
            const Angles &angles, const Record &record, void *out, void *normed, int threads) {
@@ -806,12 +862,17 @@ extern "C" void vb_layer_before(const Layer *l, const void *hidden, int64_t rows
 }
 
 // Computes out[rows, hidden] from the residual hidden[rows, hidden] and attended[rows, heads * value_dim],
-// which is first multiplied in place with the gates in `qkv`. If the MLP is not part of the layer, its input
+// the output of attention, which may be overwritten; it is multiplied with the gates in `qkv`. If the MLP is not part of the layer, its input
 // is written to `normed` [rows, hidden]; else that is null. The rows' experts are recorded in `chosen`, or
 // taken from `forced`, with rows `stride` apart (experts.h); both may be null.
 extern "C" void vb_layer_after(const Layer *l, const void *hidden, void *attended, const void *qkv,
                                int64_t rows, int16_t *chosen, const int16_t *forced, int64_t stride,
                                void *out, void *normed, int threads) {
+    const Scratch<char> expanded(l->absorbed ? rows * attended_bytes(*l) : 0);
+    if (l->absorbed) {
+        expand_values(*l, (const void *)attended, rows, (void *)expanded.data, threads);
+        attended = expanded.data;
+    }
     apply_gates(*l, attended, qkv, rows, threads);
     after(*l, hidden, attended, rows, {}, Record{chosen, forced, stride}, out, normed, threads);
 }

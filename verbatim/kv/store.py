@@ -31,16 +31,23 @@ class LayerShape:
     Attributes:
         value_dim: width of a value; 0 for the keys of an indexer.
         records: whether keys are also the values, and the store of values holds records of windows.
+        latent: whether keys are also the values, and there is no store of values.
     """
 
     kv_heads: int
     key_dim: int
     value_dim: int
     records: bool = False
+    latent: bool = False
+
+    @property
+    def stored_dims(self) -> tuple[int, int]:
+        """Widths of a row in the stores of keys and of values."""
+        return self.key_dim, 0 if self.latent else self.value_dim
 
     @property
     def elements(self) -> int:
-        return self.kv_heads * (self.key_dim + self.value_dim)
+        return self.kv_heads * sum(self.stored_dims)
 
 
 class KVStore(BlockStore):
@@ -84,17 +91,16 @@ class KVStore(BlockStore):
 
     def _allocated(self) -> list[Tensor]:
         """Return new tensors, K and V of each layer in turn."""
-        tensors = [x for shape in self.shapes for x in self._blocks(shape, self.num_blocks)]
-        pointers = [tensor.data_ptr() for tensor in tensors]
+        pairs = [self._blocks(shape, self.num_blocks) for shape in self.shapes]
+        both = zip(self.shapes, pairs, strict=True)
+        pointers = [x.data_ptr() for shape, (k, v) in both for x in (k, k if shape.latent else v)]
         self.addresses: Any = (ctypes.c_void_p * len(pointers))(*pointers)
-        return tensors
+        return [x for pair in pairs for x in pair]
 
     def _blocks(self, shape: LayerShape, count: int) -> tuple[Tensor, Tensor]:
         """Return new tensors for K and V of `count` blocks of a layer."""
         stored = torch.uint8 if isinstance(self.dtype, Packing) else self.dtype
-        row_sizes = (
-            row_nbytes(self.dtype, d) // stored.itemsize for d in (shape.key_dim, shape.value_dim)
-        )
+        row_sizes = (row_nbytes(self.dtype, d) // stored.itemsize for d in shape.stored_dims)
         k, v = (
             torch.empty(
                 count, shape.kv_heads, self.block_size, size, dtype=stored, device=self.device
@@ -105,6 +111,11 @@ class KVStore(BlockStore):
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return K and V of a layer, `[block, KV head, token, width]`."""
+        k, v = self._pair(layer)
+        return (k, k) if self.shapes[layer].latent else (k, v)
+
+    def _pair(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the two stored tensors of a layer."""
         return self._tensors[2 * layer], self._tensors[2 * layer + 1]
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -155,9 +166,7 @@ class KVStore(BlockStore):
 
 def bytes_per_token(layers: list[LayerShape], dtype: KVDtype) -> int:
     """Return the KV bytes of one token in all layers."""
-    return sum(
-        s.kv_heads * row_nbytes(dtype, width) for s in layers for width in (s.key_dim, s.value_dim)
-    )
+    return sum(s.kv_heads * row_nbytes(dtype, width) for s in layers for width in s.stored_dims)
 
 
 def cache_info(

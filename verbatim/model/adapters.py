@@ -25,6 +25,7 @@ from verbatim.model import (  # noqa: F401  (some register replacements)
     deepseek_v4,
     glm5_next,
     inkling,
+    latent,
     products,
     recurrent_ops,
     streams,
@@ -595,6 +596,17 @@ def adapter_for(module: nn.Module) -> Forward | None:
 _PADDING_WARNING = "warn_if_padding_and_no_attention_mask"
 
 
+def _keep_latent(module: Any, vectors: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the stored vectors, if the context stores them, or keys and values made of latent ones."""
+    context = active_context()
+    if context is not None and context.stores_latent(module):
+        stored = torch.cat([vectors, rotated], -1)
+        return stored, stored
+    expand = getattr(type(module), latent.METHOD).verbatim_original
+    keys_and_values: tuple[Tensor, Tensor] = expand(module, vectors, rotated)
+    return keys_and_values
+
+
 def patch_functions(module: nn.Module) -> None:
     """Patch functions used by a model for recurrent operations, positions and residual streams; idempotent.
 
@@ -607,6 +619,8 @@ def patch_functions(module: nn.Module) -> None:
     for cls in {type(layer) for layer in module.modules()}:
         if counts_by_padding(cls):
             replace_function(cls, _POSITIONS_METHOD, _after_padding)
+        if hasattr(cls, latent.METHOD):
+            replace_function(cls, latent.METHOD, _keep_latent)
         if hasattr(cls, _PADDING_WARNING):
             replace_function(cls, _PADDING_WARNING, lambda *_, **__: None)
         if cls.__module__.startswith("transformers."):

@@ -20,6 +20,7 @@ from verbatim import kernels
 from verbatim.errors import NotSupported, UnsupportedModel
 from verbatim.kernels.options import AnyOptions, AttentionOptions
 from verbatim.kv.states import StateShape, Update
+from verbatim.model import latent
 
 IMPLEMENTATION = "verbatim"  # name in transformers' registries of attention and experts
 
@@ -51,6 +52,10 @@ class ForwardContext(Protocol):
 
     def update_state(self, shape: StateShape, update: Update) -> Tensor:
         """Run the next recurrent operation on its state; return its outputs."""
+        ...
+
+    def stores_latent(self, module: nn.Module) -> bool:
+        """Return whether an attention module's latent vectors are stored, not its keys and values."""
         ...
 
 
@@ -125,11 +130,17 @@ def replace_function(owner: Any, name: str, replacement: Callable[..., Any]) -> 
 
 @kernels.without_overrides
 def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptions) -> Tensor:
-    """Attend in the active context: `[T, H, Dk]`, `[T, Hkv, Dk]`, `[T, Hkv, Dv]` to `[T, H, Dv]`."""
+    """Attend in the active context: `[T, H, Dk]`, `[T, Hkv, Dk]`, `[T, Hkv, Dv]` to `[T, H, Dv]`.
+
+    If `v` is `k`, they are latent vectors, which the context `stores_latent` (`_keep_latent`).
+    """
     context = active_context()
     if context is None:
         raise RuntimeError("Verbatim's attention was called outside of a Verbatim forward")
-    return context.attend(module, q, k, v, options)
+    if v is not k:
+        return context.attend(module, q, k, v, options)
+    out = context.attend(module, latent.absorb_keys(module, q), k, v, options)
+    return latent.expand_values(module, out)
 
 
 def route(experts: nn.Module, index: Tensor) -> None:
@@ -221,7 +232,8 @@ def flat_attention(
         bias=None if position_bias is None else position_bias.values.flatten(0, 1),
         chosen=None if chosen is None else chosen.flatten(0, 1),
     )
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    q, k = (x.transpose(1, 2).flatten(0, 1) for x in (query, key))
+    v = k if value is key else value.transpose(1, 2).flatten(0, 1)
     out = attend(module, q, k, v, options)
     return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
 

@@ -98,6 +98,7 @@ class Decoder:
         weak: hold only a weak reference to the module.
         order: cuts a forward into micro-batches; None: the batch runs as a whole.
         fused: run each supported layer as one or two kernel calls, or all layers as one, bit-identically.
+        latent: whether the store holds the latent vectors of latent attention, not its keys and values.
         is_private: the module has no other users, so it is not edited until the property `module` is read.
         batch_invariant: False: run the module's own products and activations, which are faster on a GPU but
             not batch-invariant.
@@ -122,6 +123,7 @@ class Decoder:
         weak: bool = False,
         order: Order | None = None,
         fused: bool = True,
+        latent: bool = True,
         is_private: bool = False,
         batch_invariant: bool = True,
         part: ModelPart | None = None,
@@ -131,7 +133,7 @@ class Decoder:
         self._views: weakref.WeakSet[Decoder] = weakref.WeakSet()
         self._part = part
         self._batch_invariant = batch_invariant
-        self._fuse = fused
+        self._fuse, self._latent = fused, latent
         self._order = order
         self._editable = not is_private
         self._module: Callable[[], nn.Module | None] = (
@@ -150,6 +152,7 @@ class Decoder:
         view = Decoder(
             module,
             fused=self._fuse,
+            latent=self._latent,
             is_private=True,
             batch_invariant=self._batch_invariant,
             part=part,
@@ -171,7 +174,7 @@ class Decoder:
 
     def _inspect(self, module: nn.Module) -> ModelSpec:
         with self._watched.inspecting(module) if self._editable else nullcontext():
-            return inspect_model(module)
+            return inspect_model(module, latent=self._latent)
 
     def _prepare(self, module: nn.Module) -> None:
         self._tree = Tree(module)

@@ -40,6 +40,11 @@ class Device:
         """The device if its memory is separate from RAM, else None."""
         return self.torch if self.is_gpu or self.is_separate else None
 
+    @property
+    def stores_latent(self) -> bool:
+        """Whether latent vectors are stored for latent attention: GPU kernels support no such wide heads."""
+        return not self.is_gpu
+
     def current(self) -> AbstractContextManager[object]:
         """Return a context manager that launches kernels on this device."""
         return torch.cuda.device(self.torch) if self.is_gpu else nullcontext()

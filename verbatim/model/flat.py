@@ -102,6 +102,9 @@ class FlatContext:
         self._calls[id(module)] = call + 1
         return self._slots[id(module), call]
 
+    def stores_latent(self, module: nn.Module) -> bool:
+        return self._store.shapes[self._slots[id(module), 0]].latent
+
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptions
     ) -> Tensor:

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from verbatim.errors import UnsupportedModel
-from verbatim.kernels.options import AttentionOptions, IndexOptions
+from verbatim.kernels.options import IndexOptions
 from verbatim.kv.recurrence import tree_sum
 from verbatim.model import products
-from verbatim.model.context import active_context, attend, replaces
+from verbatim.model.context import active_context, attend, flat_attention, replaces
 from verbatim.model.deepseek_v4 import window_mean
 from verbatim.model.masks import attends
 from verbatim.model.quantized import in_dtype
@@ -51,15 +51,16 @@ def _attention(
 ) -> tuple[Tensor, None, Tensor | None]:
     """Attention to the keys that the indexer of this layer, or of an earlier one, chooses."""
     residual = module.q_a_layernorm(module.q_a_proj(hidden_states))
-    q = module.q_b_proj(residual).unflatten(-1, (-1, module.qk_head_dim)).flatten(0, 1)
+    q = module.q_b_proj(residual).unflatten(-1, (-1, module.qk_head_dim)).transpose(1, 2)
     latent = module.kv_a_layernorm(module.kv_a_proj_with_mqa(hidden_states))
-    kv = module.kv_b_proj(latent).unflatten(-1, (-1, module.qk_nope_head_dim + module.v_head_dim))
-    k, v = kv.flatten(0, 1).split([module.qk_nope_head_dim, module.v_head_dim], dim=-1)
+    k, v = module.expand_kv(latent[:, None], latent[:, None, :, :0])
     indexer, chosen = module._modules.get("indexer"), prev_topk_indices
     if indexer is not None:
         chosen = indexer(hidden_states, residual)
-    out = attend(module, q, k, v, AttentionOptions(module.scaling, chosen=chosen))
-    out = module.o_proj(out.flatten(1).view(*hidden_states.shape[:2], -1))
+    blocks = None if chosen is None else chosen[None]
+    options = dict(scaling=module.scaling, block_indices=blocks)
+    out = flat_attention(module, q, k, v, None, **options)[0]
+    out = module.o_proj(out.flatten(2))
     return out, None, chosen if module.next_skip_topk else None
 
 

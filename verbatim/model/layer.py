@@ -25,6 +25,7 @@ from verbatim.model.mixers import MixtureStruct
 from verbatim.model.products import Matrix
 from verbatim.model.quantized import is_linear
 from verbatim.model.structs import (
+    FORMATS,
     ROLES,
     LayerStruct,
     NotFusable,
@@ -127,6 +128,7 @@ class FusedLayer:
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         widths = [queries, keys, shape.kv_heads * shape.value_dim]
         gates = [shape.gates] * bool(shape.gates)
+        struct.absorbed, own_value = shape.absorbed, shape.own_value or shape.value_dim
         struct.chunks = 0
         if len(parts.inputs) == 4:
             widths += gates
@@ -162,6 +164,8 @@ class FusedLayer:
             fits &= [m.cols for m in latent] == parts.mixer.widths[firsts:]
         elif latent:
             rank, rotary_width = latent[-1].depth, struct.inputs[1].cols - latent[-1].depth
+            plain = shape.absorbed or shape.head_dim - rotary_width
+            queries = shape.heads * (plain + rotary_width)
             widths = [queries, rank + rotary_width, *gates]
             of_norms = {"of_keys": (rank, None), "of_values": (rotary_width, None)}
             if len(latent) == 2:
@@ -171,11 +175,18 @@ class FusedLayer:
         if parts.inputs:
             fits &= [m.cols for m in struct.inputs][: len(widths)] == widths
             fits &= all(struct.inputs[i].depth == struct.hidden for i in range(len(widths)))
-            fits &= struct.output.depth == shape.heads * shape.value_dim
+            fits &= struct.output.depth == shape.heads * own_value
         if latent and parts.mixer is None:
-            columns = [queries, shape.heads * (shape.head_dim - rotary_width + shape.value_dim)]
+            columns = [queries, shape.heads * (plain + own_value)]
             fits &= [m.cols for m in latent] == columns[-len(latent) :]
-            fits &= shape.kv_heads == shape.heads and 0 <= rotary_width <= shape.head_dim
+            fits &= 0 <= rotary_width <= shape.head_dim
+            if not shape.absorbed:
+                fits &= shape.kv_heads == shape.heads
+            elif latent[-1].format not in FORMATS.values() or latent[-1].transposed:
+                raise NotFusable("the up-projection of its latent vectors is quantized")
+            else:
+                fits &= shape.kv_heads == 1 and not latent[-1].bias
+                fits &= shape.head_dim == shape.value_dim == rank + rotary_width
         struct.residual = parts.residual
         fits &= parts.has_mlp or parts.residual not in (Residual.JOINED, Residual.POST)
         if parts.down is not None:

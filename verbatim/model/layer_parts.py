@@ -156,6 +156,10 @@ class Shape:
     shared: tuple[str, Any] | None = None
     # The argument with the keys chosen by another layer's indexer.
     chosen_keys_argument: str | None = None
+    # Number of elements of a query head that are multiplied with the up-projection of keys, if latent vectors
+    # are stored; and the width of a head's output.
+    absorbed: int = 0
+    own_value: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -203,13 +207,19 @@ def record(layer: nn.Module) -> list[ModuleCall]:
 
 
 def find_parts(
-    layer: nn.Module, attention: nn.Module | None, calls: list[ModuleCall], x: Tensor, out: Tensor
+    layer: nn.Module,
+    attention: nn.Module | None,
+    calls: list[ModuleCall],
+    x: Tensor,
+    out: Tensor,
+    latent_keys: Tensor | None = None,
 ) -> LayerParts:
     """Return the parts of a layer, or of its attention or its MLP alone.
 
     Args:
         attention: the attention module in the layer; None: the layer is an MLP.
         calls: the submodules' calls in a forward with input `x` and output `out`.
+        latent_keys: the latent vectors that are stored in place of keys and values, `[T, 1, rank + R]`.
 
     Raises:
         NotFusable: the layer has a different structure.
@@ -247,6 +257,9 @@ def find_parts(
     *products, last_product = products
     inputs = [call for call in products if same_numbers(call.input, products[0].input)]
     second = [call for call in products if call not in inputs]
+    if latent_keys is not None:  # the up-projection is not called
+        vectors = latent_keys[..., : attention.kv_lora_rank]
+        second.append(ModuleCall(attention.get_submodule("kv_b_proj"), vectors, vectors))
     latent, inner_norms = [call.module for call in second], [c for c in inner if c.norm is not None]
     max_latent = 2 if len(inputs) in (2, 3) else 0
     if len(inputs) == 3 and len(latent) == 2:  # the gate goes last: no norm follows it

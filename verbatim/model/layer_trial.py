@@ -275,7 +275,8 @@ class LayerTrial:
         for module in twin.modules():
             module.__dict__.pop("forward", None)
         attention = None if probe.attention is None else twins[probe.attention]
-        self.parts = find_parts(twin, attention, calls, x, self.expected[-1])
+        vectors = next((k for _, k, v, _ in self.attended if v is k), None)
+        self.parts = find_parts(twin, attention, calls, x, self.expected[-1], vectors)
         for fields, forward in forwards:
             fields["forward"] = forward
 
@@ -404,7 +405,9 @@ def _shapes(parts: LayerParts, trial: LayerTrial) -> Iterator[Shape]:
     gates = columns[-1] if len(columns) == (3 if parts.latent else 4) else 0
     if len(columns) == 3 and not parts.latent and columns[0] == 2 * q.shape[1] * q.shape[2]:
         gates = columns[0] // 2
-    if gates not in (0, q.shape[1], q.shape[1] * v.shape[2]):
+    attention: Any = parts.attention
+    own_value = attention.v_head_dim if v is k else v.shape[2]
+    if gates not in (0, q.shape[1], q.shape[1] * own_value):
         raise NotFusable(f"it has {gates} gates, not one per head or per element of a head")
     config: Any = getattr(parts.attention, "config", None)
     shape = Shape(
@@ -418,6 +421,8 @@ def _shapes(parts: LayerParts, trial: LayerTrial) -> Iterator[Shape]:
         gates=gates,
         clip=float(getattr(parts.attention, "clip_qkv", getattr(config, "clip_qkv", None)) or 0.0),
         shared=trial.shared,
+        absorbed=attention.qk_nope_head_dim if v is k else 0,
+        own_value=own_value,
     )
     scaling = parts.attention.__dict__.get("scaling")
     if options.scale == 1.0 and isinstance(scaling, float):

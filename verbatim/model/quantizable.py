@@ -17,6 +17,8 @@ from verbatim.quantization.formats import Quantization
 
 # Routers are small, and stay exact.
 _ROUTER = re.compile(r"(^|\.)(gate|\w+_gate|\w*router\w*)(\.|$)")
+# Its parts multiply queries and attention outputs, and one of them is read by columns (`model/latent.py`).
+_LATENT = re.compile(r"(^|\.)kv_b_proj$")
 _WIDTH = 16  # minimum width of stacked matrices; narrower ones may be convolutions
 
 
@@ -97,7 +99,7 @@ def _tables(inner: Any) -> list[nn.Parameter]:
 
 def _columns(path: str, layer: nn.Module, name: str, parameter: nn.Parameter) -> bool | None:
     """Return whether a parameter is `[K, N]` (True) or `[N, K]` (False); None if it stays exact."""
-    if not parameter.is_floating_point() or _ROUTER.search(path):
+    if not parameter.is_floating_point() or _ROUTER.search(path) or _LATENT.search(path):
         return None
     if isinstance(layer, nn.Linear):
         return False if name == "weight" else None

@@ -84,7 +84,8 @@ class ModelSpec:
 class InspectionContext:
     """A forward context that records attention calls, and returns values computed from their inputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, latent: bool = True) -> None:
+        self.latent = latent  # whether latent vectors are stored in place of keys and values
         self.slots: dict[tuple[int, int], int] = {}
         self.layers: list[LayerShape] = []
         self.query_heads: list[int] = []
@@ -113,7 +114,7 @@ class InspectionContext:
         self.calls[id(module)] = call + 1
         self.slots[id(module), call] = len(self.layers)
         records = isinstance(options, AttentionOptions) and options.records is not None
-        self.layers.append(LayerShape(k.shape[1], k.shape[2], v.shape[2], records))
+        self.layers.append(LayerShape(k.shape[1], k.shape[2], v.shape[2], records, v is k))
         self.query_heads.append(q.shape[1])
         if not (q.shape[0] == k.shape[0] == v.shape[0] and q.shape[1] % k.shape[1] == 0):
             raise UnsupportedModel(
@@ -130,6 +131,9 @@ class InspectionContext:
         group = q.shape[1] // v.shape[1]
         angle = q.float().sum(-1) + k.float().sum(-1).repeat_interleave(group, dim=1)
         return v.repeat_interleave(group, dim=1) * torch.cos(angle)[..., None].to(v.dtype)
+
+    def stores_latent(self, module: nn.Module) -> bool:
+        return self.latent
 
     def update_state(self, shape: StateShape, update: Update) -> Tensor:
         self.states.append(shape)
@@ -179,11 +183,14 @@ _IDS = [[4, 1, 3, 2], [1, 3, 2, 5]]
 _POSITIONS = [[0, 1, 2, 3], [1, 2, 3, 4]]
 
 
-def inspect_once(module: nn.Module, inner: Any, *, positions: bool | None = None) -> ModelSpec:
+def inspect_once(
+    module: nn.Module, inner: Any, *, latent: bool, positions: bool | None = None
+) -> ModelSpec:
     """Run one small forward of a module, and return its spec.
 
     Args:
         inner: the transformers model in `module`.
+        latent: whether the store holds the latent vectors of latent attention.
         positions: whether to pass `position_ids`; None: if the forward has the argument.
 
     Raises:
@@ -192,7 +199,7 @@ def inspect_once(module: nn.Module, inner: Any, *, positions: bool | None = None
     signature = inspect.signature(inner.forward).parameters
     named = takes_positions(inner)
     positions = named if positions is None else positions
-    context, recorder = InspectionContext(), Recorder(module)
+    context, recorder = InspectionContext(latent=latent), Recorder(module)
     with recorder:
         logits, head_inputs = inspect_forward(module, inner, context, positions=positions)
     ids = torch.tensor(_IDS)
@@ -200,7 +207,7 @@ def inspect_once(module: nn.Module, inner: Any, *, positions: bool | None = None
         raise UnsupportedModel(_NO_INTERFACE)
     if context.needs_positions and not (positions or context.counts_positions):
         if any(p.kind is p.VAR_KEYWORD for p in signature.values()):  # a wrapper may pass them on
-            return inspect_once(module, inner, positions=True)
+            return inspect_once(module, inner, latent=latent, positions=True)
         raise UnsupportedModel(_NO_POSITIONS)
     if logits.shape[:2] != ids.shape:
         raise UnsupportedModel(
@@ -314,13 +321,13 @@ def _close(a: Tensor, b: Tensor) -> bool:
 _WIDTHS = ("out_features", "nf")
 
 
-def outline(module: nn.Module) -> InspectionContext:
+def outline(module: nn.Module, *, latent: bool) -> InspectionContext:
     """Return the shapes of K, V and recurrent states, by inspecting a module without reading its weights.
 
     Parameters may be placeholders without memory: linear layers and experts return zeros without computing.
     If the forward fails, these are the shapes found until then.
     """
-    context, inner = InspectionContext(), inner_model(module)
+    context, inner = InspectionContext(latent=latent), inner_model(module)
     positions = takes_positions(inner)
     with exclusive, kernels.using("none"), suppress(UnsupportedModel):
         forwards = replaced_forwards(module)

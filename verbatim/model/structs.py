@@ -17,7 +17,7 @@ from verbatim.model.norms import Norm
 from verbatim.model.products import Matrix
 from verbatim.model.quantized import QuantizedLinear, is_linear
 
-_FORMATS = {torch.float32: 0, torch.bfloat16: 1}  # vb::Format of unquantized matrices
+FORMATS = {torch.float32: 0, torch.bfloat16: 1}  # vb::Format of unquantized matrices
 
 
 class NotFusable(Exception):
@@ -55,6 +55,7 @@ _LAYER = f"""
     L gate_width
     I sinks_f32 residual turned_first index angles
     P factor
+    L absorbed
 """
 
 
@@ -98,11 +99,11 @@ def matrix_at(
     Raises:
         NotFusable: the kernels can't read the matrix.
     """
-    if dtype not in _FORMATS:
+    if dtype not in FORMATS:
         raise NotFusable(f"its weights are {dtype}")
     at_bias = address_of(bias, dtype)
     if packing is None:
-        return Matrix(address_of(data, dtype), at_bias, cols, depth, depth, _FORMATS[dtype])
+        return Matrix(address_of(data, dtype), at_bias, cols, depth, depth, FORMATS[dtype])
     if packing.dtype is not dtype:
         raise NotFusable(f"a quantized weight has dtype {packing.dtype}")
     at = address_of(data, torch.uint8)

@@ -103,14 +103,17 @@ _KNOWN_SOURCES = (
 )
 
 
-def inspect_model(module: nn.Module) -> ModelSpec:
-    """Return a module's spec, by an inspection and perhaps a trial; raise UnsupportedModel if they fail."""
+def inspect_model(module: nn.Module, *, latent: bool) -> ModelSpec:
+    """Return a module's spec, by an inspection and perhaps a trial; raise UnsupportedModel if they fail.
+
+    `latent`: as for `inspect_once`.
+    """
     inner = inner_model(module)
     try:
         reason = reason_to_refuse(inner)
         if reason is not None:
             raise UnsupportedModel(reason)
-        spec = inspect_once(module, inner)
+        spec = inspect_once(module, inner, latent=latent)
         if not (isinstance(inner, OwnModel) or is_verified(module, inner)):
             try_out(module, spec)
     except UnsupportedModel as reason:

@@ -272,6 +272,7 @@ def open_decoder(loaded: LoadedModel, options: EngineOptions, *, weak: bool = Fa
             loaded.module,
             weak=weak,
             fused=options.fused,
+            latent=device.stores_latent,
             is_private=not loaded.live,
             batch_invariant=device.batch_invariant,
         )

@@ -109,7 +109,12 @@ def open_expert_parallel(model: OpenRequest, choice: ExpertParallel) -> Placed:
     )
     loaded.move(device.torch)
     with device.current():
-        decoder = Decoder(module, fused=options.fused, batch_invariant=device.batch_invariant)
+        decoder = Decoder(
+            module,
+            fused=options.fused,
+            latent=device.stores_latent,
+            batch_invariant=device.batch_invariant,
+        )
         if options.kv_bytes is None:
             kv_bytes = options.kv_budget // devices.count(devices[group.rank])
             options = replace(options, kv_bytes=kv_bytes)

@@ -134,7 +134,11 @@ class Part:
             inner.__dict__["forward"] = self._forward_of(inner)
             if self.tiers is None:
                 self.decoder = Decoder(
-                    module, is_private=True, batch_invariant=device.batch_invariant, part=self
+                    module,
+                    latent=device.stores_latent,
+                    is_private=True,
+                    batch_invariant=device.batch_invariant,
+                    part=self,
                 )
             else:
                 self.decoder = self.tiers.inspect(part=self)

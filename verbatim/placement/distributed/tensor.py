@@ -100,6 +100,7 @@ class RankShare(Served):
             decoder = self.decoder = Decoder(
                 loaded.module,
                 fused=False,  # matrix products are split over ranks
+                latent=device.stores_latent,
                 batch_invariant=device.batch_invariant,
             )
             self.draft_layers = open_draft_layers(draft_of(args["draft"]), decoder, loaded)

@@ -255,11 +255,11 @@ class TieredKVStore(KVStore):
         """Return new memory for K and V of the layers that are used in place."""
         return [x for i in self._unstaged for x in self._blocks(self.shapes[i], self.num_blocks)]
 
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return K and V of a layer; if it is staged, only the blocks of the present micro-batch."""
+    def _pair(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the stored tensors of a layer; if it is staged, the blocks of the present micro-batch."""
         if layer in self._staged:
             return self._in_ring[layer]
-        return super().layer(self._unstaged.index(layer))
+        return super()._pair(self._unstaged.index(layer))
 
     @property
     def nbytes(self) -> int:
@@ -279,7 +279,7 @@ class TieredKVStore(KVStore):
             if i in self._staged:
                 totals[tier] += self._staged[i].nbytes
             elif self.tensors:
-                totals[tier] += sum(tensor.nbytes for tensor in self.layer(i))
+                totals[tier] += sum(tensor.nbytes for tensor in self._pair(i))
         return totals
 
     @contextmanager

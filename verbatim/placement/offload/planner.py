@@ -516,7 +516,8 @@ def forecast(model: OpenRequest, offload: Offload, units: Units) -> Forecast:
         torch.float32,
     )
     options, device = model.options, model.options.device.separate_device
-    shape = shape_of(model.loaded, units, dtype, options.kv_dtype, model.draft)
+    latent = options.device.stores_latent
+    shape = shape_of(model.loaded, units, dtype, options.kv_dtype, model.draft, latent=latent)
     planner = Planner(shape, offload, options, model.limit)
     machine = NOMINAL if device is None else NOMINAL_GPU
     if offload.policy is not None:

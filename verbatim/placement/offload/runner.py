@@ -122,6 +122,7 @@ class Tiers:
                 module,
                 order=self.schedule,
                 fused=self.options.fused and not device.is_gpu,
+                latent=device.stores_latent,
                 is_private=part is not None,
                 batch_invariant=device.batch_invariant,
                 part=part,

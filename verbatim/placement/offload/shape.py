@@ -208,6 +208,8 @@ def shape_of(
     dtype: torch.dtype,
     kv_dtype: KVDtype | None,
     draft: Mtp | EarlyExit | None = None,
+    *,
+    latent: bool = True,
 ) -> ModelShape:
     """Return the sizes of a model; its weights need not be in memory.
 
@@ -215,6 +217,7 @@ def shape_of(
         dtype: dtype of activations.
         kv_dtype: dtype of K and V; None: `dtype`.
         draft: source of the draft layers; MTP layers stay in memory, and so do their K and V.
+        latent: as for `Decoder`.
     """
     model = inner_model(loaded.module)
     text = model.config.get_text_config(decoder=True)
@@ -228,7 +231,7 @@ def shape_of(
     hidden = _first(text, "hidden_size") or max(
         (slot.parameter.shape[-1] for slot in slots), default=1
     )
-    structure = outline(loaded.module)
+    structure = outline(loaded.module, latent=latent)
     attending = sum(bool(layer.value_dim) for layer in structure.layers)  # the others are indexers
     heads = zip(structure.query_heads, structure.layers, strict=True)
     kv_layers = [bytes_per_token([layer], kv_dtype or dtype) for layer in structure.layers]
