@@ -55,7 +55,9 @@ static inline std::vector<Work> divide(const Problem &p, int64_t segment, int th
     const int64_t all_rows = p.query_starts[p.sequences] - p.query_starts[0];
     int64_t lines = MAX_LINES;
     while (lines > 8 && all_rows * p.heads < lines * threads * 4) lines /= 2;
-    const int64_t heads = std::min<int64_t>(group, MAX_LINES);
+    int64_t heads = std::min<int64_t>(group, MAX_LINES);
+    if (longest(p) <= segment)  // pieces can't be cut by segments
+        while (heads > 8 && all_rows * p.heads < heads * threads) heads = (heads + 1) / 2;
     const int64_t rows = std::max<int64_t>(1, lines / group);
     std::vector<Work> work;
     for (int64_t s = 0; s < p.sequences; s++) {
