@@ -81,10 +81,12 @@ template <typename T> struct Work {
     int count;
     Output<T> out;
     int64_t out_stride, share;  // share: half of a thread's columns
+    const float *wide;          // the rows as floats (widen_steps), in interleaved panels; or null
 
     int64_t width(const Matrix &m) const {
         const bool streams = in_streams<T>(m, rows, interleaved);
-        const int64_t bytes = std::clamp<int64_t>(m.depth * sizeof(T), 1, SEGMENT_BYTES);
+        const int64_t size = wide ? sizeof(float) : sizeof(T);
+        const int64_t bytes = std::clamp<int64_t>(m.depth * size, 1, SEGMENT_BYTES);
         const int64_t most = streams ? WIDEST_IN_STREAMS : std::min(WIDEST, STRIP_BYTES / bytes);
         const int64_t least = m.transposed ? GROUP_COLS : LEAST_COLS;  // whole tiles of columns.h
         return std::max(least, std::min(share, most) / least * least);
@@ -171,29 +173,31 @@ template <typename T> static int64_t even(int64_t whole, int64_t most) {
     return ((whole + pieces - 1) / pieces + STEP<T> - 1) / STEP<T> * STEP<T>;
 }
 
-// The panels share the prefetching of the strip `after`, evenly if it takes all of them, so that memory is
-// never idle. Its columns are `after_stride` bytes apart.
-template <typename T>
-static void panels(const Work<T> &work, const Strip &strip, int64_t row, int64_t row_end,
-                   const T *weights, int64_t stride, bool cold, const char *after,
-                   int64_t after_stride) {
+// Columns of weights are `stride` elements apart; `weights(from, to)` is their beginning, for a segment. `at`:
+// the place of a panel, by its first row and height. The panels share the prefetching of the strip `after`,
+// evenly if it takes all of them, so that memory is never idle. Its columns are `after_stride` bytes apart.
+template <typename W, typename T, typename At, typename Weights>
+static void panels(const Work<T> &work, const Strip &strip, int64_t row, int64_t row_end, int64_t depth,
+                   Weights weights, int64_t stride, bool cold, const char *after,
+                   int64_t after_stride, At at) {
     const Panels<T> cut{row, row_end};
-    const int64_t count = cut.count(), depth = strip.matrix->depth, size = sizeof(T);
+    const int64_t count = cut.count(), size = sizeof(W);
     const int64_t segment = count == 1 ? depth : even<T>(depth, SEGMENT_BYTES / size);
     const int64_t part = count == 1 ? depth : even<T>(segment, PART_BYTES / size);
+    const W *first = nullptr;
     const int64_t groups = (strip.width + GROUP_COLS - 1) / GROUP_COLS;
     constexpr int64_t EACH = GROUP_COLS * PANEL_ROWS;
     alignas(64) Lanes kept_here[EACH];
     const bool deep = segment < depth;
     const Scratch<Lanes> kept_deep(deep ? count * groups * EACH : 0);
     Lanes *kept = deep ? kept_deep.data : kept_here;
-    const int64_t fetching = std::max<int64_t>(1, count - cold), steps = depth / STEP<T> + 1;
+    const int64_t fetching = std::max<int64_t>(1, count - cold), steps = depth / STEP<W> + 1;
     const int64_t advance = std::max<int64_t>(64, 4 * after_stride / (fetching * steps) + 1);
     // Panels that fetch one line a step go through memory in order; others fetch a part of each tile.
     const int64_t cols = advance > 64 ? 4 : strip.width, column = advance > 64 ? after_stride : 16 * steps;
     const auto pass = [&](int64_t i, int64_t from, int64_t to) {
         const int64_t height = cut.at(i + 1) - cut.at(i);
-        const Place<T> p = place(work, strip, cut.at(i), height);
+        const auto p = at(cut.at(i), height);
         const bool ahead = cold && i == 0;
         const int64_t fetched = (i - cold) * cols * steps * advance / 4;
         const bool enough = !after || fetched >= cols * after_stride || advance > 256;
@@ -208,7 +212,7 @@ static void panels(const Work<T> &work, const Strip &strip, int64_t row, int64_t
                     // a panel has no more rows, so taller tiles are not needed
                     constexpr int R = std::min<int>(r.value, PANEL_ROWS), C = places(columns.value);
                     const auto go = [&](auto fetch) {
-                        tiles<R, C>(p, weights, stride, group, group_end, begin, end, sums, fetch);
+                        tiles<R, C>(p, first, stride, group, group_end, begin, end, sums, fetch);
                     };
                     if (ahead) go(FromMemory{AHEAD_BYTES});
                     else if (enough) go(FromL2{NEAR_BYTES});
@@ -221,6 +225,7 @@ static void panels(const Work<T> &work, const Strip &strip, int64_t row, int64_t
     };
     for (int64_t from = 0, to = -1; to < depth; from = to) {
         to = std::min(from + segment, depth);
+        first = weights(from, to);
         for (int64_t i = 0; i < count; i++) pass(i, from, to);
     }
 }
@@ -283,6 +288,35 @@ static void few_rows_packed(const Work<bf16> &, const Strip &, const char *) {}
 #endif
 static void few_rows_packed(const Work<float> &, const Strip &, const char *) {}
 
+// ---- bf16 as floats ----
+
+static int64_t wide_depth(int64_t depth) { return (depth + 31) / 32 * 32; }
+
+// Fewer rows wait for the weights' conversion longer than it saves.
+constexpr int64_t WIDE_ROWS = 16;
+
+// Multiplies rows that are floats with a strip of bf16, which is copied to floats by segments.
+template <typename T>
+static void wide_panels(const Work<T> &work, const Strip &strip, int64_t row, int64_t row_end,
+                        const T *weights, int64_t stride, const char *after, int64_t after_stride) {
+    const int64_t depth = strip.matrix->depth, whole = wide_depth(depth);
+    const int64_t apart = spaced<float>(even<T>(whole, SEGMENT_BYTES / sizeof(float)));
+    const Scratch<float> copy(strip.width * apart);
+    const auto widened = [&](int64_t from, int64_t to) {
+        for (int64_t c = 0; c < strip.width; c++)
+            widen_steps(copy.data + c * apart, STEP<float>, weights + c * stride + from,
+                        std::min(to, depth) - from);
+        return copy.data - from;
+    };
+    const T *bias = (const T *)strip.matrix->bias;
+    const auto at = [&](int64_t first, int64_t height) {
+        return Place<T, float>{work.wide + first * whole, STEP<float>, height, whole,
+                               bias ? bias + strip.col : nullptr,
+                               work.out + first * work.out_stride + strip.out, work.out_stride};
+    };
+    panels<float>(work, strip, row, row_end, whole, widened, apart, false, after, after_stride, at);
+}
+
 // ---- the whole product ----
 
 // Multiplies one strip with rows `row` to `row_end`. `after` is the thread's next strip, or null. `cold`:
@@ -296,10 +330,18 @@ static void run(const Work<T> &work, const Strip &strip, const Strip *after, int
                                         : few_rows(work, strip, ahead);
     const Matrix &m = *strip.matrix;
     const int64_t stride = strip.stride_bytes<T>();
+    const auto multiply = [&](const T *weights, int64_t apart, bool is_cold, const char *after) {
+        if constexpr (WIDENS<T>)
+            if (work.wide)
+                return wide_panels(work, strip, row, row_end, weights, apart, after, stride);
+        const auto in_place = [=](int64_t, int64_t) { return weights; };
+        const auto at = [&](int64_t first, int64_t height) { return place(work, strip, first, height); };
+        panels<T>(work, strip, row, row_end, m.depth, in_place, apart, is_cold, after, stride, at);
+    };
     if (m.transposed || is_packed(m))
-        return panels(work, strip, row, row_end, Copied<T>(strip, ahead).data, spaced<T>(m.depth), false,
-                      m.transposed ? nullptr : ahead, stride);
-    panels(work, strip, row, row_end, (const T *)strip.begin<T>(), m.stride, cold, ahead, stride);
+        return multiply(Copied<T>(strip, ahead).data, spaced<T>(m.depth), false,
+                        m.transposed ? nullptr : ahead);
+    multiply((const T *)strip.begin<T>(), m.stride, cold, ahead);
 }
 
 // Whether rows evict one another from the L1 cache, as their distance is a multiple of 4096 bytes.
@@ -318,6 +360,7 @@ static void interleave(Input<T> *out, const T *x, int64_t x_stride, int64_t rows
 }
 
 template <typename T> static bool wants_interleaving(const Work<T> &work) {
+    if (work.wide) return false;
     if (!std::is_same_v<Input<T>, T>) return true;
     if (PANEL_ROWS == 1 || work.rows < 2) return false;
     return work.rows <= FEW_ROWS<T> || in_conflict<T>(work.x_stride);
@@ -398,17 +441,50 @@ static void interleave_rows(std::vector<Work<T>> &works, Input<T> *panels, int64
     });
 }
 
+template <typename T> static bool wants_width(const Work<T> &work) {
+    return WIDENS<T> && work.rows >= WIDE_ROWS && is_wide_faster();
+}
+
+// Copies the rows to `work.wide`.
+template <typename T> static void widen_rows(const std::vector<Work<T>> &works, int threads) {
+    const int64_t depth = works[0].matrices->depth, whole = wide_depth(depth);
+    struct Panel {
+        const Work<T> *work;
+        int64_t row, height;
+    };
+    std::vector<Panel> all;
+    for (const auto &work : works) {
+        const Blocks<T> blocks(work.rows);
+        for (int64_t i = 0; work.wide && i < blocks.count; i++)
+            for (int64_t n = 0; n < blocks[i].count(); n++)
+                all.push_back({&work, blocks[i].at(n), blocks[i].at(n + 1) - blocks[i].at(n)});
+    }
+    parallel_for(all.size(), threads, [&](int64_t n) {
+        const auto [work, row, height] = all[n];
+        constexpr int64_t S = STEP<float>;
+        float *to = const_cast<float *>(work->wide) + row * whole;
+        for (int64_t r = 0; r < height; r++)
+            widen_steps(to + r * S, height * S, work->x + (row + r) * work->x_stride, depth);
+    });
+}
+
 template <typename T>
 static void multiply_together(std::vector<Work<T>> &works, int threads) {
     const int64_t depth = works[0].matrices->depth;
     const int64_t stride = (depth + STEP<T> - 1) / STEP<T> * STEP<T>;
-    int64_t rows = 0;
+    int64_t rows = 0, wide_rows = 0, all_rows = 0;
+    const int64_t whole = wide_depth(depth);
+    for (const auto &work : works) all_rows += wants_width(work) ? work.rows : 0;
+    const Scratch<float> wide(all_rows * whole);  // of `Work.wide`
     for (auto &work : works) {
         if constexpr (std::is_same_v<Input<T>, T>) work.input = work.x;
+        if (wants_width(work)) work.wide = wide.data + wide_rows * whole, wide_rows += work.rows;
         rows += wants_interleaving(work) ? work.rows : 0;
     }
     const Scratch<Input<T>> panels(rows * stride);
     if (rows) interleave_rows(works, panels.data, stride, threads);
+    if constexpr (WIDENS<T>)
+        if (wide_rows) widen_rows(works, threads);
     const Pieces<T> pieces(works);
     share_out(pieces.count(), threads, [&](int) {
         return [&, last = (int64_t)-2](int64_t n, int64_t range_end) mutable {
@@ -462,7 +538,7 @@ static void multiply_numbers(const Groups<T> &all, Output<T> out, int64_t out_st
             const int64_t height = std::min(CHUNK_ROWS, group.end - row);
             if (rows + height > CHUNK_ROWS) flush();
             works.push_back({all.x + row * all.x_stride, nullptr, height, all.x_stride, false,
-                             all.matrices(g), all.count, out + row * out_stride, out_stride, 0});
+                             all.matrices(g), all.count, out + row * out_stride, out_stride, 0, nullptr});
             rows += height;
         }
     }

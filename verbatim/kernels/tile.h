@@ -63,8 +63,8 @@ template <int FIRST, int FOURS> static INLINE inline f32x16 sums(const f32x16 (&
 
 // A panel of rows and a strip of columns. It is created once for many tiles: storing it for each and loading
 // it immediately would delay every tile until the one before it is done.
-template <typename T> struct Place {
-    const Input<T> *x;              // element k of row r at r * x_row + k * x_step, k a whole number of steps
+template <typename T, typename X = Input<T>> struct Place {
+    const X *x;              // element k of row r at r * x_row + k * x_step, k a whole number of steps
     int64_t x_row, x_step;   // if interleaved: STEP and the number of rows
     int64_t depth;
     const T *bias;  // of the first column, or null
@@ -79,8 +79,8 @@ struct Columns {
     int count;
 };
 
-template <int C, typename T>
-static INLINE inline void finish(const Place<T> &p, const Columns &at, f32x16 v, int row,
+template <int C, typename T, typename X>
+static INLINE inline void finish(const Place<T, X> &p, const Columns &at, f32x16 v, int row,
                                  int rows) {
     constexpr int WIDTH = places(C);
     if (p.bias) {
@@ -103,16 +103,16 @@ static INLINE inline void finish(const Place<T> &p, const Columns &at, f32x16 v,
 }
 
 #if defined(__AVX512F__)
-template <int R, int C, typename T>
-static INLINE inline void finish_all(const Place<T> &p, const Columns &at,
+template <int R, int C, typename T, typename X>
+static INLINE inline void finish_all(const Place<T, X> &p, const Columns &at,
                                      const Accumulators<R, C> &acc) {
     constexpr int EACH = 16 / places(C);
     finish<C>(p, at, sums<0>(acc.at), 0, std::min(R, EACH));
     if constexpr (R > EACH) finish<C>(p, at, sums<4>(acc.at), EACH, R - EACH);
 }
 #else
-template <int R, int C, typename T>
-static INLINE inline void finish_all(const Place<T> &p, const Columns &at,
+template <int R, int C, typename T, typename X>
+static INLINE inline void finish_all(const Place<T, X> &p, const Columns &at,
                                      Accumulators<R, C> &acc) {
     each<R>([&](auto r) INLINE {
         each<C>([&](auto c) INLINE {
@@ -167,8 +167,8 @@ using FromL2 = Ahead<false>;
 // ---- tiles ----
 
 // Runs the steps from k to `end`, which is K, or a whole number of steps after k.
-template <int R, int C, typename Fetch, typename T>
-static INLINE inline void steps(Accumulators<R, C> &acc, const Input<T> *x, int64_t x_row,
+template <int R, int C, typename Fetch, typename T, typename X>
+static INLINE inline void steps(Accumulators<R, C> &acc, const X *x, int64_t x_row,
                                 int64_t x_step, const T *const (&w)[C], int64_t k, int64_t end,
                                 Fetch fetch) {
     auto step = [&](auto load) INLINE {
@@ -204,10 +204,10 @@ static INLINE inline void begins(const W *(&w)[C], const W *first, int64_t apart
 
 // Computes columns `col` to `col_end` of a strip, over the part `begin` to `end` of K. All parts but the last
 // are whole steps; `kept` holds the accumulators between parts.
-template <int R, int C, typename Fetch, typename T>
-static NOINLINE void tiles(const Place<T> &p, const T *weights, int64_t stride, int64_t col,
+template <int R, int C, typename Fetch, typename O, typename X, typename T>
+static NOINLINE void tiles(const Place<O, X> &p, const T *weights, int64_t stride, int64_t col,
                            int64_t col_end, int64_t begin, int64_t end, Lanes *kept, Fetch fetch) {
-    const Input<T> *x = p.x;
+    const X *x = p.x;
     const int64_t x_row = p.x_row, x_step = p.x_step, depth = p.depth;
     for (; col < col_end; col += C, kept += R * places(C)) {
         const Columns at{col, 1, (int)std::min<int64_t>(C, col_end - col)};
@@ -219,11 +219,14 @@ static NOINLINE void tiles(const Place<T> &p, const T *weights, int64_t stride, 
         const auto here = fetch.of(col);
         const int64_t size = sizeof(T), length = end - begin;
         int64_t split = begin;
-        if (here.bytes) {
-            split += std::max<int64_t>(0, length - here.bytes / size) / STEP<T> * STEP<T>;
-            steps(acc, x, x_row, x_step, w, begin, split, here);
+        {
+            [[maybe_unused]] const FlushSubnormals<WIDENS<O> && std::is_same_v<T, float>> flushed;
+            if (here.bytes) {
+                split += std::max<int64_t>(0, length - here.bytes / size) / STEP<T> * STEP<T>;
+                steps(acc, x, x_row, x_step, w, begin, split, here);
+            }
+            steps(acc, x, x_row, x_step, w, split, end, here.beyond((C * stride - length) * size));
         }
-        steps(acc, x, x_row, x_step, w, split, end, here.beyond((C * stride - length) * size));
         if (end == depth) finish_all(p, at, acc);
         else each<R * places(C)>([&](auto i) INLINE { kept[i] = acc.at[i / 4][i % 4]; });
     }
