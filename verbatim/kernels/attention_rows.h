@@ -5,7 +5,7 @@
 // (attention_tile.h). The only computation here is dequantization.
 #pragma once
 
-#include "simd.h"
+#include "wide.h"
 
 #include <algorithm>
 
@@ -151,8 +151,21 @@ static INLINE void join(const char *const *rows, int width, int i, f32x16 *out) 
     for (int m = 0; m < M; m++) out[2 * m] = low(a[m], b[m]), out[2 * m + 1] = high(a[m], b[m]);
 }
 
-// Lays out the keys [from, to) in pairs; those from key k on are at keys[k / 2 * stride].
-template <class Rows, bool PAIRS>
+// Stores vector `i` of a line, or with WIDE the two vectors of floats of its pairs, `apart` floats apart.
+template <bool WIDE> static INLINE void put(float *line, int i, int apart, f32x16 v) {
+#if defined(__AVX512BF16__)
+    if constexpr (WIDE) {
+        store(line + i * 2 * apart, odd_elements((u32x16)v));
+        store(line + i * 2 * apart + apart, even_elements((u32x16)v));
+        return;
+    }
+#endif
+    store(line + i * apart, v);
+}
+
+// Lays out the keys [from, to) in pairs; those from key k on are at keys[k / 2 * stride]. WIDE: each vector of
+// bf16 pairs becomes two of floats.
+template <class Rows, bool PAIRS, bool WIDE>
 static inline void lay_out_keys(const char *const *rows, int width, int from, int to, float *keys,
                                 int stride) {
     constexpr int VECTORS = Rows::PAIRED && !PAIRS ? 4 : 2;
@@ -162,12 +175,13 @@ static inline void lay_out_keys(const char *const *rows, int width, int from, in
             fetch<Rows>(rows + k, width, i), fetch<Rows>(rows + k + 1, width, i);
             join<Rows, PAIRS, whole.value>(rows + k, width, i, out);
             for (int n = 0; n < VECTORS; n++)
-                store(keys + k / 2 * stride + (i * VECTORS + n) * 16, out[n]);
+                put<WIDE>(keys + k / 2 * stride, i * VECTORS + n, 16, out[n]);
         });
 }
 
-// Lays out the values of keys [from, to): element e of step s goes to values[s * stride + e].
-template <class Rows, bool PAIRS>
+// Lays out the values of keys [from, to): element e of step s goes to values[s * stride + e]. WIDE: a step of
+// two keys becomes two steps of floats.
+template <class Rows, bool PAIRS, bool WIDE>
 static inline void lay_out_values(const char *const *rows, int width, int from, int to,
                                   float *values, int stride) {
     constexpr int KEYS = PAIRS ? 2 : 1, VECTORS = Rows::PAIRED ? 2 : 1;
@@ -176,8 +190,11 @@ static inline void lay_out_values(const char *const *rows, int width, int from, 
             for (int k = 0; k < KEYS; k++) fetch<Rows>(rows + s * KEYS + k, width, i);
             f32x16 out[VECTORS];
             expand<Rows, PAIRS, whole.value>(rows + s * KEYS, width, i, out);
-            for (int n = 0; n < VECTORS; n++)
-                store(values + s * stride + (i * VECTORS + n) * 16, out[n]);
+            for (int n = 0; n < VECTORS; n++) {
+                if constexpr (WIDE)
+                    put<true>(values + 2 * s * stride + (i * VECTORS + n) * 16, 0, stride, out[n]);
+                else store(values + s * stride + (i * VECTORS + n) * 16, out[n]);
+            }
         });
     }
 }

@@ -246,6 +246,20 @@ static INLINE float weigh(const Problem &p, Line &line, int64_t first_key, float
     return factor;
 }
 
+#if defined(__AVX512BF16__)
+// Turns the weights of a tile, two keys to a lane, into floats in the order of the products.
+static INLINE void widen_weights(float *weights) {
+    for (int c = CHUNKS / 2 - 1; c >= 0; c--) {
+        const f32x16 odd = odd_elements((u32x16)load(weights + c * 16));
+        const f32x16 even = even_elements((u32x16)load(weights + c * 16));
+        store(weights + c * 32,
+              LANES(odd, even, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+        store(weights + c * 32 + 16,
+              LANES(odd, even, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+    }
+}
+#endif
+
 // Merges the softmax state of later keys, `part`, into `all`; each has `vectors` sums of values.
 static inline void merge(Softmax &all, float *all_acc, const Softmax &part, const float *part_acc,
                          int vectors) {

@@ -125,9 +125,10 @@ template <class Rows, class Step> class Attention {
     Parts *parts;
     const int k_bytes, v_bytes;  // of a row
     const int q_stride, vectors, v_stride;
+    const int wide_stride;  // of queries and keys as floats; 0: their pairs are multiplied
     Pieces memory;
     Line *lines;
-    float *queries, *scores, *acc, *all_acc, *keys, *values, *factors;
+    float *queries, *wide_queries, *scores, *acc, *all_acc, *keys, *values, *factors;
     char *nothing;  // a row of zeros
 
     // The addresses of a tile's rows in the order of their use: the row to prefetch is AHEAD entries further
@@ -147,14 +148,17 @@ template <class Rows, class Step> class Attention {
           v_bytes(Rows::bytes((int)p.value_size)),
           q_stride((int)(p.key_size + 31) / 32 * (PAIRS ? 32 : 64)),
           vectors(sums_of(p, PAIRS)), v_stride((vectors + 1) / 2 * 32),
-          memory(num_lines * (sizeof(Line) + 4 * (q_stride + TILE + 2 * v_stride + 1)) + 1024 +
-                 4 * TILE * (q_stride / 2 + v_stride) + std::max(k_bytes, v_bytes)) {
+          wide_stride(PAIRS && num_lines > FEW && is_wide_faster() ? 2 * q_stride : 0),
+          memory(num_lines * (sizeof(Line) + 4 * (q_stride + wide_stride + TILE + 2 * v_stride + 1)) +
+                 1024 + 4 * TILE * (std::max(q_stride, wide_stride) / 2 + v_stride) +
+                 std::max(k_bytes, v_bytes)) {
         lines = memory.take<Line>(num_lines);
         queries = memory.take<float>(num_lines * q_stride);
+        wide_queries = memory.take<float>(num_lines * wide_stride);
         scores = memory.take<float>(num_lines * TILE);
         acc = memory.take<float>(num_lines * v_stride);
         all_acc = memory.take<float>(num_lines * v_stride);
-        keys = memory.take<float>(TILE / 2 * q_stride);
+        keys = memory.take<float>(TILE / 2 * std::max(q_stride, wide_stride));
         values = memory.take<float>(TILE * v_stride);
         factors = memory.take<float>(num_lines);
         nothing = memory.take<char>(std::max(k_bytes, v_bytes));
@@ -205,6 +209,8 @@ template <class Rows, class Step> class Attention {
                 f32x16 out[N];
                 join<Row, PAIRS, whole.value>(both, width, v, out);
                 for (int n = 0; n < N; n++) store(queries + i * q_stride + (v * N + n) * 16, out[n]);
+                for (int n = 0; n < N && wide_stride; n++)
+                    put<PAIRS>(wide_queries + i * wide_stride, v * N + n, 16, out[n]);
             });
         };
         if constexpr (PAIRS) read(HalfRows());
@@ -259,16 +265,32 @@ template <class Rows, class Step> class Attention {
                 }
                 continue;
             }
-            lay_out_keys<Rows, PAIRS>(now->rows, width, now->begin, now->end, keys, q_stride);
-            in_pieces<MOST_QUERIES>(a, b, [&](int i, auto count) {
-                score_lines<Step, count.value>(queries + i * q_stride, q_stride, keys, now->begin,
-                                               now->end, scores + i * TILE);
-            });
-            weigh_all();
-            lay_out_values<Rows, PAIRS>(now->values(), (int)p.value_size, now->first, now->last,
-                                        values, v_stride);
-            in_pieces<LINES>(a, b, [&](int i, auto count) { add_lines<count.value>(i, key); });
+            if (wide_stride) use_tile<PAIRS>(a, b, key, *now, weigh_all);
+            else use_tile<false>(a, b, key, *now, weigh_all);
         }
+    }
+
+    // Adds a tile to the lines [a, b). WIDE: computed with floats (wide.h).
+    template <bool WIDE, class Weigh>
+    void use_tile(int a, int b, int64_t key, Tile &tile, const Weigh &weigh_all) {
+        typedef std::conditional_t<WIDE, Singles, Step> Mac;
+        const int stride = WIDE ? wide_stride : q_stride;
+        const float *lines_of = WIDE ? wide_queries : queries;
+        lay_out_keys<Rows, PAIRS, WIDE>(tile.rows, (int)p.key_size, tile.begin, tile.end, keys, stride);
+        {
+            [[maybe_unused]] const FlushSubnormals<WIDE> flush;
+            in_pieces<MOST_QUERIES>(a, b, [&](int i, auto count) {
+                score_lines<Mac, count.value>(lines_of + i * stride, stride, keys, tile.begin, tile.end,
+                                              scores + i * TILE);
+            });
+        }
+        weigh_all();
+#if defined(__AVX512BF16__)
+        for (int i = a; WIDE && i < b; i++) widen_weights(scores + i * TILE);
+#endif
+        lay_out_values<Rows, PAIRS, WIDE>(tile.values(), (int)p.value_size, tile.first, tile.last, values,
+                                          v_stride);
+        in_pieces<LINES>(a, b, [&](int i, auto count) { add_lines<count.value, WIDE>(i, key); });
     }
 
     // Adds the values of a tile for L lines that see the same keys.
@@ -308,37 +330,46 @@ template <class Rows, class Step> class Attention {
     }
 
     // Adds the values of L lines: keys that all of them see together, those before and after line by line.
-    template <int L> INLINE void add_lines(int i, int64_t key) {
+    template <int L, bool WIDE> INLINE void add_lines(int i, int64_t key) {
         const auto from = [&](int j) { return (int)std::max<int64_t>(lines[j].from - key, 0); };
         const auto to = [&](int j) { return (int)std::min<int64_t>(lines[j].to - key, TILE); };
         const int begin = (from(i + L - 1) + KEYS - 1) / KEYS, end = to(i) / KEYS;
         if (begin < end) {
             for (int j = i; j < i + L; j++)
-                if (from(j) < begin * KEYS) add_steps(j, from(j), begin * KEYS);
+                if (from(j) < begin * KEYS) add_steps<WIDE>(j, from(j), begin * KEYS);
+            [[maybe_unused]] const FlushSubnormals<WIDE> flush;
             in_pieces<L <= 2 && VECTORS == 4 ? 4 : VECTORS>(0, vectors, [&](int u, auto count) {
-                add_values<Step, L, count.value>(scores + i * TILE, values + u * 16, v_stride, begin,
-                                                 end, acc + i * v_stride + u * 16, factors + i);
+                typedef std::conditional_t<WIDE, Singles, Step> Mac;
+                constexpr int EACH = WIDE ? KEYS : 1;
+                add_values<Mac, L, count.value>(scores + i * TILE, values + u * 16, v_stride,
+                                                begin * EACH, end * EACH, acc + i * v_stride + u * 16,
+                                                factors + i);
             });
             for (int j = i; j < i + L; j++) {
                 factors[j] = 1;
-                if (to(j) > end * KEYS) add_steps(j, end * KEYS, to(j));
+                if (to(j) > end * KEYS) add_steps<WIDE>(j, end * KEYS, to(j));
             }
         } else {
-            for (int j = i; j < i + L; j++) add_steps(j, from(j), to(j));
+            for (int j = i; j < i + L; j++) add_steps<WIDE>(j, from(j), to(j));
         }
     }
 
     // Adds the values of keys [from, to) of the tile to one line, step by step.
-    void add_steps(int i, int from, int to) {
+    template <bool WIDE> void add_steps(int i, int from, int to) {
         float *sums = acc + i * v_stride;
         if (factors[i] != 1)
             for (int e = 0; e < vectors * 16; e += 16) store(sums + e, load(sums + e) * factors[i]);
         factors[i] = 1;
+        [[maybe_unused]] const FlushSubnormals<WIDE> flush;
         for (int step = from / KEYS; step * KEYS < to; step++) {
             uint32_t seen = 0xffffffffu;
             if (PAIRS && step * KEYS < from) seen &= 0xffff0000u;
             if (PAIRS && step * KEYS + 1 >= to) seen &= 0xffffu;
-            add_step<Step>(scores + i * TILE, values, v_stride, vectors, step, seen, sums);
+            if constexpr (WIDE) {
+                const uint32_t odd = seen >> 16 ? ~0u : 0, even = seen & 1 ? ~0u : 0;
+                add_step<Singles>(scores + i * TILE, values, v_stride, vectors, 2 * step, odd, sums);
+                add_step<Singles>(scores + i * TILE, values, v_stride, vectors, 2 * step + 1, even, sums);
+            } else add_step<Step>(scores + i * TILE, values, v_stride, vectors, step, seen, sums);
         }
     }
 };

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "packed.h"
+#include "wide.h"
 
 #define NOINLINE __attribute__((noinline))
 
@@ -93,65 +94,21 @@ static inline f32x16 load_step_first(const float *p, int n) {
 static INLINE inline Lanes load_step_first(const float *p, int n) { return lanes_first(p, n); }
 #endif
 
-// ---- bf16 as floats ----
+// ---- bf16 as floats (wide.h) ----
 
-// A step of 32 bf16 adds to each lane the product of two odd elements, then that of two even ones; the
-// processor rounds both sums, and flushes subnormal numbers. So floats give the same bits if their steps have
-// the odd elements, then the even ones, under FlushSubnormals. On some processors, they are twice as fast.
 #if defined(__AVX512BF16__)
 template <typename T> constexpr bool WIDENS = std::is_same_v<T, bf16>;
-
-// Treats subnormal operands and results of float arithmetic as zeros, during its lifetime.
-template <bool ON> struct FlushSubnormals {
-    const uint32_t before = ON ? _mm_getcsr() : 0;
-    FlushSubnormals() {
-        if constexpr (ON) _mm_setcsr(before | 0x8040);
-    }
-    ~FlushSubnormals() {
-        if constexpr (ON) _mm_setcsr(before);
-    }
-};
 
 // Writes the floats of `n` bf16 as whole steps, padded with zeros; steps are `apart` floats apart.
 static inline void widen_steps(float *to, int64_t apart, const bf16 *from, int64_t n) {
     for (; n > 0; n -= 32, from += 32, to += 2 * apart) {
         const __mmask32 there = n >= 32 ? ~0u : (1u << n) - 1;
-        const __m512i pairs = _mm512_maskz_loadu_epi16(there, from);
-        _mm512_storeu_si512(to, _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
-        _mm512_storeu_si512(to + apart, _mm512_slli_epi32(pairs, 16));
+        const u32x16 pairs = (u32x16)_mm512_maskz_loadu_epi16(there, from);
+        store(to, odd_elements(pairs)), store(to + apart, even_elements(pairs));
     }
-}
-
-// Whether the processor is faster with floats; measured once.
-static bool is_wide_faster() {
-    static const bool faster = [] {
-        const auto time = [](auto step) INLINE {
-            int64_t best = INT64_MAX;
-            for (int round = 0; round < 8; round++) {
-                const auto begin = __builtin_ia32_rdtsc();
-                f32x16 acc[12];
-                each<12>([&](auto n) INLINE { acc[n] = splat(0.0f); });
-                for (int i = 0; i < 500; i++) each<12>([&](auto n) INLINE { step(acc[n]); });
-                best = std::min<int64_t>(best, (int64_t)(__builtin_ia32_rdtsc() - begin));
-            }
-            return best;
-        };
-        const f32x16 one = splat(1.0f);
-        // A product of pairs has twice as many multiplications.
-        const int64_t pairs = time([&](f32x16 &x) INLINE {
-            asm volatile("vdpbf16ps %1, %1, %0" : "+v"(x) : "v"(one));
-        });
-        const int64_t floats = time([&](f32x16 &x) INLINE {
-            asm volatile("vfmadd231ps %1, %1, %0" : "+v"(x) : "v"(one));
-        });
-        return 5 * floats < 2 * pairs;
-    }();
-    return faster;
 }
 #else
 template <typename T> constexpr bool WIDENS = false;
-template <bool ON> struct FlushSubnormals {};
-static inline bool is_wide_faster() { return false; }
 #endif
 
 #if defined(__AVX512BF16__)
