@@ -25,7 +25,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 # Incremented when the arithmetic of a kernel or a model changes; part of the numerics key.
-VERSION = 12
+VERSION = 13
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 # Best first, with the required features, named as in /proc/cpuinfo.

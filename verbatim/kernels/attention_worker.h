@@ -148,7 +148,7 @@ template <class Rows, class Step> class Attention {
           v_bytes(Rows::bytes((int)p.value_size)),
           q_stride((int)(p.key_size + 31) / 32 * (PAIRS ? 32 : 64)),
           vectors(sums_of(p, PAIRS)), v_stride((vectors + 1) / 2 * 32),
-          wide_stride(PAIRS && num_lines > FEW && is_wide_faster() ? 2 * q_stride : 0),
+          wide_stride(PAIRS && num_lines > FEW && uses_floats() ? 2 * q_stride : 0),
           memory(num_lines * (sizeof(Line) + 4 * (q_stride + wide_stride + TILE + 2 * v_stride + 1)) +
                  1024 + 4 * TILE * (std::max(q_stride, wide_stride) / 2 + v_stride) +
                  std::max(k_bytes, v_bytes)) {

@@ -25,6 +25,7 @@ _ARGUMENTS = {
     "vb_causal_conv": "PPPIPPPPPPLLLL",
     "vb_chain": "PPPPPPPLPPPLP",
     "vb_choose": "PPLPPLPP",
+    "vb_choose_width": "I",
     "vb_collapse_streams": "PPPPPPPLLLLFFF",
     "vb_enter": "PPPLP",
     "vb_exchange": "PLLLUPPLLPLL",
@@ -54,7 +55,9 @@ _ARGUMENTS = {
     "vb_write_kv": "PPPPPLLLLLLLLL",
 }
 # Functions without torch's number of threads as their last argument.
-_WITHOUT_THREADS = frozenset({"vb_exchange", "vb_gumbel", "vb_sample_rows", "vb_support"})
+_WITHOUT_THREADS = frozenset(
+    {"vb_choose_width", "vb_exchange", "vb_gumbel", "vb_sample_rows", "vb_support"}
+)
 _RESULTS = {"vb_exchange": ctypes.c_int, "vb_pack_rows": ctypes.c_int, "vb_support": ctypes.c_int64}
 _TYPES = {
     "P": ctypes.c_void_p,

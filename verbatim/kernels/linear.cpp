@@ -293,7 +293,7 @@ static void few_rows_packed(const Work<float> &, const Strip &, const char *) {}
 static int64_t wide_depth(int64_t depth) { return (depth + 31) / 32 * 32; }
 
 // Fewer rows wait for the weights' conversion longer than it saves.
-constexpr int64_t WIDE_ROWS = 16;
+constexpr int64_t WIDE_ROWS = 24;
 
 // Multiplies rows that are floats with a strip of bf16, which is copied to floats by segments.
 template <typename T>
@@ -442,7 +442,7 @@ static void interleave_rows(std::vector<Work<T>> &works, Input<T> *panels, int64
 }
 
 template <typename T> static bool wants_width(const Work<T> &work) {
-    return WIDENS<T> && work.rows >= WIDE_ROWS && is_wide_faster();
+    return WIDENS<T> && work.rows >= WIDE_ROWS && uses_floats();
 }
 
 // Copies the rows to `work.wide`.
@@ -590,6 +590,9 @@ void vb::multiply(const T *x, int64_t rows, int64_t x_stride, const Matrix *matr
     template void vb::multiply(const T *, int64_t, int64_t, const Matrix *, int, T *, int64_t, int);
 INSTANCES(float)
 INSTANCES(bf16)
+
+// Chooses how bf16 is multiplied: 1 as floats, 0 in pairs, -1 as is faster. All give the same bits.
+extern "C" void vb_choose_width(int choice) { vb::chosen_width = choice; }
 
 // C interface. `out_f32` keeps the result of bf16 operands in float32.
 #define EXPORT_MANY(name, T)                                                                       \

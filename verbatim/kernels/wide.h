@@ -8,8 +8,12 @@
 #include "simd.h"
 
 #include <algorithm>
+#include <atomic>
 
 namespace vb {
+
+// 1: use floats, 0: use pairs, -1: what is faster.
+inline std::atomic<int> chosen_width = -1;
 
 #if defined(__AVX512BF16__)
 // Flushes subnormal operands and results of float arithmetic during its lifetime.
@@ -43,8 +47,9 @@ template <class Step> static inline int64_t cycles_of(Step step) {
     return best;
 }
 
-// Whether this processor is faster with floats; measured once.
-static inline bool is_wide_faster() {
+// Whether to use floats: as chosen, or if this processor is faster with them, which is measured once.
+static inline bool uses_floats() {
+    if (const int chosen = chosen_width.load(std::memory_order_relaxed); chosen >= 0) return chosen;
     static const bool faster = [] {
         const f32x16 one = splat(1.0f);
         const int64_t pairs = cycles_of([&](f32x16 &sum) {
@@ -59,7 +64,7 @@ static inline bool is_wide_faster() {
 }
 #else
 template <bool ON> struct FlushSubnormals {};
-static inline bool is_wide_faster() { return false; }
+static inline bool uses_floats() { return false; }
 #endif
 
 }  // namespace vb
