@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
 
 import verbatim
 from support.programs import PATIENCE_S, in_thread
@@ -273,6 +275,89 @@ def test_edit_that_contradicts_layers_is_rejected(toy: str, edit: Any, error: An
         edit(model)
         with pytest.raises(error):
             llm.score(PROMPT)
+
+
+class Clamped(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).clamp(-0.5, 0.5)
+
+
+def biased(attention: Any) -> None:
+    attention.kv_b_proj.bias = nn.Parameter(torch.ones(attention.kv_b_proj.out_features))
+
+
+def clamped(attention: Any) -> None:
+    weight = attention.kv_b_proj.weight
+    attention.kv_b_proj = Clamped(weight.shape[1], weight.shape[0], bias=False)
+    attention.kv_b_proj.weight = weight
+
+
+def shifted(attention: Any) -> None:
+    attention.kv_b_proj.register_forward_hook(lambda m, i, out: out + 1)
+
+
+def with_forward(attention: Any) -> None:
+    linear = attention.kv_b_proj
+    linear.forward = lambda x: nn.functional.linear(x, linear.weight) * 2
+
+
+def with_doubled_values(attention: Any) -> None:
+    class Doubling(type(attention)):  # type: ignore[misc]
+        def expand_kv(self, *args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            keys, values = super().expand_kv(*args)
+            return keys, 2 * values
+
+    attention.__class__ = Doubling
+
+
+@pytest.mark.parametrize(
+    "edit", [biased, clamped, shifted, with_forward, with_doubled_values], ids=lambda e: e.__name__
+)
+def test_latent_vectors_are_stored_only_if_they_are_multiplied_with_a_matrix(edit: Any) -> None:
+    model = make_toy("deepseek_v3", num_hidden_layers=2)
+    with LLM(model) as llm:
+        llm.score(PROMPT)
+        edit(model.model.layers[1].self_attn)
+        with pytest.raises(ModelChanged, match="open it again"):
+            llm.score(PROMPT)
+    with LLM(model) as llm:
+        assert [shape.latent for shape in llm.engine.runner.decoder.spec.layers] == [True, False]
+        expected = scores_of(model, PROMPT).tolist()
+        assert llm.score(PROMPT)[1:] == pytest.approx(expected, abs=1e-4)
+
+
+def test_hook_may_call_another_model_with_latent_attention() -> None:
+    model = make_toy("deepseek_v3", num_hidden_layers=2)
+    other = make_toy("deepseek_v3", num_hidden_layers=2, seed=1, attn_implementation="eager")
+    expected, outputs = scores_of(other, PROMPT), []
+    with LLM(model) as llm:
+        plain = greedy(llm)
+        model.model.norm.register_forward_hook(lambda *_: outputs.append(scores_of(other, PROMPT)))
+        assert greedy(llm) == plain
+    assert len(outputs) == 10
+    torch.testing.assert_close(outputs, [expected] * 10, atol=1e-4, rtol=0)
+
+
+def test_attention_may_pass_its_keys_as_values() -> None:
+    class Tied(LlamaAttention):
+        def forward(
+            self, hidden_states: Any, position_embeddings: Any, attention_mask: Any, **options: Any
+        ) -> Any:
+            heads = (*hidden_states.shape[:-1], -1, self.head_dim)
+            q, k = (p(hidden_states).view(heads) for p in (self.q_proj, self.k_proj))
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+            name = self.config._attn_implementation
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+            scaling = self.scaling
+            out, _ = attend(self, q, k, k, attention_mask, scaling=scaling, is_causal=True)
+            return self.o_proj(out.flatten(2)), None
+
+    model = make_toy("llama", num_hidden_layers=2)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Tied
+    with LLM(model) as llm:
+        expected = scores_of(model, PROMPT).tolist()
+        assert llm.score(PROMPT)[1:] == pytest.approx(expected, abs=1e-4)
 
 
 def test_hook_and_parametrization_affect_generation_like_module_forward() -> None:

@@ -596,15 +596,15 @@ def adapter_for(module: nn.Module) -> Forward | None:
 _PADDING_WARNING = "warn_if_padding_and_no_attention_mask"
 
 
-def _keep_latent(module: Any, vectors: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the stored vectors, if the context stores them, or keys and values made of latent ones."""
+def _keep_latent(
+    expand: Callable[..., tuple[Tensor, Tensor]], module: Any, vectors: Tensor, rotated: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the stored vectors, if the context stores them, or the keys and values that `expand` makes."""
     context = active_context()
     if context is not None and context.stores_latent(module):
         stored = torch.cat([vectors, rotated], -1)
         return stored, stored
-    expand = getattr(type(module), latent.METHOD).verbatim_original
-    keys_and_values: tuple[Tensor, Tensor] = expand(module, vectors, rotated)
-    return keys_and_values
+    return expand(module, vectors, rotated)
 
 
 def patch_functions(module: nn.Module) -> None:
@@ -619,8 +619,8 @@ def patch_functions(module: nn.Module) -> None:
     for cls in {type(layer) for layer in module.modules()}:
         if counts_by_padding(cls):
             replace_function(cls, _POSITIONS_METHOD, _after_padding)
-        if hasattr(cls, latent.METHOD):
-            replace_function(cls, latent.METHOD, _keep_latent)
+        if (method := latent.method_of(cls)) is not None:
+            replace_function(cls, latent.METHOD, partial(_keep_latent, method))
         if hasattr(cls, _PADDING_WARNING):
             replace_function(cls, _PADDING_WARNING, lambda *_, **__: None)
         if cls.__module__.startswith("transformers."):

@@ -143,6 +143,11 @@ def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptio
     return latent.expand_values(module, out)
 
 
+def _is_latent(module: nn.Module, key: Tensor, value: Tensor) -> bool:
+    context = active_context()
+    return value is key and context is not None and context.stores_latent(module)
+
+
 def route(experts: nn.Module, index: Tensor) -> None:
     """Report the experts `index` `[T, k]` of each token to the active context."""
     note = getattr(active_context(), "route", None)  # optional in a context
@@ -233,7 +238,7 @@ def flat_attention(
         chosen=None if chosen is None else chosen.flatten(0, 1),
     )
     q, k = (x.transpose(1, 2).flatten(0, 1) for x in (query, key))
-    v = k if value is key else value.transpose(1, 2).flatten(0, 1)
+    v = k if _is_latent(module, key, value) else value.transpose(1, 2).flatten(0, 1)
     out = attend(module, q, k, v, options)
     return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
 

@@ -103,7 +103,8 @@ class FlatContext:
         return self._slots[id(module), call]
 
     def stores_latent(self, module: nn.Module) -> bool:
-        return self._store.shapes[self._slots[id(module), 0]].latent
+        layer = self._slots.get((id(module), 0))  # None: another model's, called by a hook
+        return layer is not None and self._store.shapes[layer].latent
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptions

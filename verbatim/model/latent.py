@@ -15,19 +15,50 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verbatim.errors import ModelChanged
 from verbatim.model import products
-from verbatim.model.fingerprint import has_hooks
+from verbatim.model.fingerprint import has_global_hooks
 from verbatim.model.quantized import QuantizedLinear
 
 METHOD = "expand_kv"  # the method of attention modules that makes keys and values of latent vectors
 
 
+def method_of(cls: type) -> Any:
+    """Return the method of a class if it is transformers' own, else None."""
+    method = vars(cls).get(METHOD)
+    return method if getattr(method, "__module__", "").startswith("transformers.") else None
+
+
+def is_absorbable(module: nn.Module) -> bool:
+    """Return whether keys and values are known to be products of latent vectors and matrices.
+
+    They may not be if the up-projection has a bias or hooks, or the class of either module is unknown.
+    """
+    linear = module._modules.get("kv_b_proj")
+    if linear is None or method_of(type(module)) is None or METHOD in module.__dict__:
+        return False
+    layers = [*linear.modules()]  # several if it has a LoRA of PEFT
+    is_known = _is_plain(linear) or type(linear).__module__.startswith("peft.tuners.lora.")
+    has_bias = any(layer._parameters.get("bias") is not None for layer in layers)
+    has_own_hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+    return is_known and not (has_bias or has_own_hooks)
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    return type(linear) in (nn.Linear, QuantizedLinear)
+
+
 def up_projection(module: Any) -> Tensor:
     """Return the matrices that make the key and the value of each head, `[H, Dk + Dv, rank]`."""
     linear = module.kv_b_proj
-    if type(linear) in (nn.Linear, QuantizedLinear) and not has_hooks([linear.__dict__]):
+    if not is_absorbable(module):
+        raise ModelChanged(
+            f"a bias, hooks or code were added to {type(module).__name__} or its kv_b_proj since the "
+            "model was opened; open it again"
+        )
+    if _is_plain(linear) and not has_global_hooks():
         weight = linear.weight
-    else:  # such as one with a LoRA of PEFT; products with ones and zeros are exact
+    else:  # products with ones and zeros are exact
         rank, like = module.kv_lora_rank, next(linear.parameters())
         weight = linear(torch.eye(rank, dtype=like.dtype, device=like.device)).t()
     matrices: Tensor = weight.unflatten(0, (-1, module.qk_nope_head_dim + module.v_head_dim))

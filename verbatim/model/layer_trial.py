@@ -35,7 +35,7 @@ from verbatim.model.layer_parts import (
 )
 from verbatim.model.lora import shape_of
 from verbatim.model.mixers import mixer_of
-from verbatim.model.patching import forward_of, gate_of, replaced_forwards
+from verbatim.model.patching import forward_of, gate_of, has_own_forward, replaced_forwards
 from verbatim.model.spec import ModelSpec
 from verbatim.model.structs import NotFusable, why_not
 from verbatim.model.twin import Hidden, structure_of, twin_of
@@ -129,14 +129,13 @@ class LayerProbe:
     kwargs: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        modules = [*self.layer.modules()]
         self.gate = gate_of(self.layer)
-        if any("forward" in part.__dict__ and gate_of(part) is None for part in modules):
+        if has_own_forward(self.layer):
             raise NotFusable("the forward of one of its modules was replaced")
         self._names = argument_names(self.layer)
         mixer = None if self.attention is None else mixer_of(self.attention)
         self._num_states = 0 if mixer is None else mixer.kind.num_states
-        self.attending = [m for m in modules if (id(m), 0) in self.spec.slots]
+        self.attending = [m for m in self.layer.modules() if (id(m), 0) in self.spec.slots]
         self._structure = structure_of(self.layer)
         self._trial: LayerTrial | None = None
         self._reason = ""  # why it can't be tried

@@ -127,6 +127,11 @@ def gate_of(layer: nn.Module) -> WeightGate | None:
     return forward if isinstance(forward, WeightGate) else None
 
 
+def has_own_forward(layer: nn.Module) -> bool:
+    """Return whether the owner has replaced the forward of a layer, or of a part of it, on the instance."""
+    return any("forward" in m.__dict__ and gate_of(m) is None for m in layer.modules())
+
+
 def fields_of(layer: nn.Module) -> dict[str, Any]:
     """Return the dictionary in which a layer's forward is patched: that of its gate, if any."""
     gate = gate_of(layer)

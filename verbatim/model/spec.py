@@ -8,6 +8,7 @@ Classes that are not in the list of verified ones must also pass a trial (`trial
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +28,14 @@ from verbatim.model.adapters import counts_by_padding, patch_functions
 from verbatim.model.context import IMPLEMENTATION, activate, head_of, record_values, why_no_hidden
 from verbatim.model.experts import num_experts, runs_flat
 from verbatim.model.invariant import Recorder
-from verbatim.model.patching import Forwards, exclusive, patched, replaced_forwards
+from verbatim.model.latent import is_absorbable
+from verbatim.model.patching import (
+    Forwards,
+    exclusive,
+    has_own_forward,
+    patched,
+    replaced_forwards,
+)
 from verbatim.model.routing import UNKNOWN_ROUTER, choices_of
 
 
@@ -84,8 +92,8 @@ class ModelSpec:
 class InspectionContext:
     """A forward context that records attention calls, and returns values computed from their inputs."""
 
-    def __init__(self, *, latent: bool = True) -> None:
-        self.latent = latent  # whether latent vectors are stored in place of keys and values
+    def __init__(self, latent: Collection[nn.Module] = ()) -> None:
+        self.latent = latent  # modules whose latent vectors are stored in place of keys and values
         self.slots: dict[tuple[int, int], int] = {}
         self.layers: list[LayerShape] = []
         self.query_heads: list[int] = []
@@ -133,7 +141,7 @@ class InspectionContext:
         return v.repeat_interleave(group, dim=1) * torch.cos(angle)[..., None].to(v.dtype)
 
     def stores_latent(self, module: nn.Module) -> bool:
-        return self.latent
+        return module in self.latent
 
     def update_state(self, shape: StateShape, update: Update) -> Tensor:
         self.states.append(shape)
@@ -199,7 +207,7 @@ def inspect_once(
     signature = inspect.signature(inner.forward).parameters
     named = takes_positions(inner)
     positions = named if positions is None else positions
-    context, recorder = InspectionContext(latent=latent), Recorder(module)
+    context, recorder = InspectionContext(_latent_in(module, latent)), Recorder(module)
     with recorder:
         logits, head_inputs = inspect_forward(module, inner, context, positions=positions)
     ids = torch.tensor(_IDS)
@@ -242,6 +250,17 @@ def inspect_once(
         hidden_reason=why_no_hidden(head_of(inner), head_inputs, ids.numel()),
         finite=bool(torch.isfinite(logits).all()),
     )
+
+
+def _latent_in(module: nn.Module, latent: bool) -> set[nn.Module]:
+    """Return the attention modules whose latent vectors can be stored; none without `latent`."""
+    return {
+        attention
+        for attention in module.modules()
+        if latent
+        and is_absorbable(attention)
+        and not has_own_forward(attention.get_submodule("kv_b_proj"))
+    }
 
 
 def takes_positions(inner: Any) -> bool:
@@ -327,7 +346,7 @@ def outline(module: nn.Module, *, latent: bool) -> InspectionContext:
     Parameters may be placeholders without memory: linear layers and experts return zeros without computing.
     If the forward fails, these are the shapes found until then.
     """
-    context, inner = InspectionContext(latent=latent), inner_model(module)
+    context, inner = InspectionContext(_latent_in(module, latent)), inner_model(module)
     positions = takes_positions(inner)
     with exclusive, kernels.using("none"), suppress(UnsupportedModel):
         forwards = replaced_forwards(module)
