@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -50,22 +51,14 @@ def numbers(kind: str, *shape: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["plain", "tiny", "huge", "bits"])
 def test_products_have_the_same_bits(kind: str) -> None:
-    for rows, depth, cols in [
-        (24, 1, 3),
-        (25, 31, 70),
-        (300, 33, 129),
-        (64, 5000, 40),
-        (530, 96, 64),
-    ]:
+    shapes = [(24, 1, 3), (25, 31, 70), (300, 33, 129), (64, 5000, 40), (530, 96, 64)]
+    for rows, depth, cols in shapes:
         x, weight = numbers(kind, rows, depth), numbers(kind, cols, depth)
-        pairs, floats = in_both(lambda x=x, weight=weight: linear(x, weight, weight[:, 0]))
-        assert torch.equal(pairs, floats), (rows, depth, cols)
-        by_columns = weight.t().contiguous().t()
-        assert all(
-            torch.equal(pairs, y) for y in in_both(lambda: linear(x, by_columns, weight[:, 0]))
-        )
+        for stored in weight, weight.t().contiguous().t():
+            pairs, floats = in_both(partial(linear, x, stored, weight[:, 0]))
+            assert torch.equal(pairs, floats), (rows, depth, cols)
     x, weight = numbers(kind, 3, 30, 50), numbers(kind, 3, 50, 20)
-    assert torch.equal(*in_both(lambda: matmul(x, weight)))
+    assert torch.equal(*in_both(partial(matmul, x, weight)))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -74,14 +67,14 @@ def test_products_with_quantized_weights_have_the_same_bits(bits: int) -> None:
     packing = WeightPacking((90, 320), BF16, Packing(bits, 64))
     quantized = QuantizedMatrix(pack(weight, packing), packing)
     x = numbers("plain", 60, 320)
-    assert torch.equal(*in_both(lambda: linear(x, quantized)))
+    assert torch.equal(*in_both(partial(linear, x, quantized)))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["plain", "all"])
 def test_attention_has_the_same_bits(kind: str, shape: Shape) -> None:
     opts, what = options(kind, shape), story(shape, 147, q_dtype=BF16, kv_dtype=BF16)
-    assert torch.equal(*in_both(lambda: whole(BACKEND, opts, shape, what)))
+    assert torch.equal(*in_both(partial(whole, BACKEND, opts, shape, what)))
     for name in "tiny", "bits":
         hard = replace(what, **{f: numbers(name, *getattr(what, f).shape) for f in ("k", "v")})
-        assert torch.equal(*in_both(lambda hard=hard: whole(BACKEND, opts, shape, hard)))
+        assert torch.equal(*in_both(partial(whole, BACKEND, opts, shape, hard)))
