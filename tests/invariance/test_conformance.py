@@ -128,12 +128,13 @@ def open_case(choice: dict[str, str], checkpoint: Folders, seed: int = 0) -> Ite
 def _tiny(architecture: str, on_ranks: bool) -> int:
     """Bytes for 160 tokens, fewer than the requests have together, or for 12 states if those take more.
 
-    Each of two ranks keeps all states, and the K and V of one head.
+    Each of two ranks keeps all states, and the K and V of half of the KV heads, or of the only one.
     """
     with LLM(toys.make_toy(architecture), kv_memory="1MB", block_size=8) as llm:
-        info = llm.info()
+        info, shapes = llm.info(), llm.engine.runner.store.shapes
     tokens, states = 160 * (info["kv_bytes_per_token"] + 1), 12 * info["state_bytes"]
-    return max(tokens, states) * (2 if on_ranks and states else 1)
+    copied = states or all(shape.kv_heads == 1 for shape in shapes)
+    return max(tokens, states) * (2 if on_ranks and copied else 1)
 
 
 @pytest.fixture(scope="module")
