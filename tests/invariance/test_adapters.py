@@ -72,7 +72,9 @@ def expected(toy: Toy) -> list[Any]:
         return [all_facts(llm.generate([prompt], [params]))[0] for prompt, params in pairs]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "qwen3_next", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "phi3", "qwen3_next", "qwen3_moe", "deepseek_v3"]
+)
 def test_adapter_scores_match_merged_model(name: str, tmp_path: Path) -> None:
     layers = r"(self_attn\.\w+_proj|linear_attn\.\w+_proj|c_attn|c_fc|c_proj|mlp\.down_proj)"
     module = make_toy(name)

@@ -139,8 +139,9 @@ def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptio
         raise RuntimeError("Verbatim's attention was called outside of a Verbatim forward")
     if v is not k:
         return context.attend(module, q, k, v, options)
-    out = context.attend(module, latent.absorb_keys(module, q), k, v, options)
-    return latent.expand_values(module, out)
+    terms = latent.low_rank_terms(module, context)
+    out = context.attend(module, latent.absorb_keys(module, q, terms), k, v, options)
+    return latent.expand_values(module, out, terms)
 
 
 def _is_latent(module: nn.Module, key: Tensor, value: Tensor) -> bool:

@@ -10,7 +10,7 @@ with the part of `kv_b_proj` that makes keys, and attention outputs with the par
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,16 +65,51 @@ def up_projection(module: Any) -> Tensor:
     return matrices
 
 
-def absorb_keys(module: Any, q: Tensor) -> Tensor:
+class LowRank(NamedTuple):
+    """The terms that an adapter adds to an up-projection, for a range of rows: `scaling * B @ A`."""
+
+    rows: slice
+    a: Tensor  # [rank of the adapter, rank]
+    b: Tensor  # [H, Dk + Dv, rank of the adapter]
+    scaling: float
+
+
+def low_rank_terms(module: Any, context: Any) -> list[LowRank]:
+    """Return the terms that adapters of the context's rows add to the up-projection."""
+    terms = getattr(module.kv_b_proj.__dict__.get("forward"), "low_rank", None)
+    width = module.qk_nope_head_dim + module.v_head_dim
+    return [
+        LowRank(slice(begin, end), a.float(), b.unflatten(0, (-1, width)), scaling)
+        for begin, end, a, b, scaling in (() if terms is None else terms(context))
+    ]
+
+
+def absorb_keys(module: Any, q: Tensor, terms: list[LowRank]) -> Tensor:
     """Return the queries of stored vectors for those of keys: `[T, H, Dk + R]` to `[T, H, rank + R]`."""
     width = module.qk_nope_head_dim
-    matrices = up_projection(module)[:, :width]
-    latent = products.matmul(q[..., :width].transpose(0, 1), matrices)
+    x = q[..., :width].transpose(0, 1)
+    latent = products.matmul(x, up_projection(module)[:, :width])
+    for term in terms:
+        a = term.a.expand(len(x), -1, -1)
+        _add(latent, x, term, (term.b[:, :width], a))
     return torch.cat([latent.transpose(0, 1), q[..., width:]], -1)
 
 
-def expand_values(module: Any, out: Tensor) -> Tensor:
+def expand_values(module: Any, out: Tensor, terms: list[LowRank]) -> Tensor:
     """Return the attention output for that over stored vectors: `[T, H, rank + R]` to `[T, H, Dv]`."""
-    matrices = up_projection(module)[:, module.qk_nope_head_dim :]
-    latent = out[..., : matrices.shape[2]].transpose(0, 1)
-    return products.matmul(latent, matrices.mT).transpose(0, 1)
+    width = module.qk_nope_head_dim
+    matrices = up_projection(module)[:, width:].mT
+    x = out[..., : matrices.shape[1]].transpose(0, 1)
+    values = products.matmul(x, matrices)
+    for term in terms:
+        a = term.a.t().expand(len(x), -1, -1)
+        _add(values, x, term, (a, term.b[:, width:].mT))
+    return values.transpose(0, 1)
+
+
+def _add(out: Tensor, x: Tensor, term: LowRank, factors: tuple[Tensor, Tensor]) -> None:
+    """Add the product of `x` `[H, T, K]` and two matrices per head to the rows of `out` `[H, T, N]`."""
+    first, second = (factor.contiguous() for factor in factors)
+    inner = products.matmul(x[:, term.rows].float(), first)
+    delta = products.matmul(inner, second) * term.scaling
+    out[:, term.rows] = (out[:, term.rows].float() + delta).to(out.dtype)

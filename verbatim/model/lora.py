@@ -231,6 +231,15 @@ class Adapters:
                 out = self._add(name, context, x, out)
             return out
 
+        def low_rank(context: Any) -> list[tuple[int, int, Tensor, Tensor, float]]:
+            """Return the first and last row, A, B and scaling of each adapter of the context's rows."""
+            shape = shape_of(module)
+            assert shape is not None
+            context.changed.add(name)
+            matches = [(g, m) for g in context.adapted if (m := self._of(g).matrices.get(name))]
+            return [(g.begin, g.end, m.a, m.b(shape[0]), m.scaling) for g, m in matches]
+
+        forward.low_rank = low_rank  # type: ignore[attr-defined]  # for `latent.py`
         return forward
 
     @kernels.without_overrides
