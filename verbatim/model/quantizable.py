@@ -28,8 +28,9 @@ def choose_packings(
     """Return the layout of every weight to quantize, without reading data.
 
     These are the matrices of linear layers (also GPT-2's) and of stacked experts, and with `head_bits` the
-    token embedding and the LM head. Other embeddings, norms, biases and routers stay exact, as do matrices
-    that would not become smaller. `activation_bits` applies to matrices of `nn.Linear` and `flat_experts`.
+    token embedding and the LM head. Other embeddings, norms, biases, routers and the up-projection of latent
+    attention stay exact, as do matrices that would not become smaller. `activation_bits` applies to matrices
+    of `nn.Linear` and `flat_experts`.
 
     Args:
         module: a transformers model, possibly without weights in memory.
