@@ -163,8 +163,8 @@ template <bool WIDE> static INLINE void put(float *line, int i, int apart, f32x1
     store(line + i * apart, v);
 }
 
-// Lays out the keys [from, to) in pairs; those from key k on are at keys[k / 2 * stride]. WIDE: each vector of
-// bf16 pairs becomes two of floats.
+// Lays out the keys [from, to) in pairs; those from key k on are at keys[k / 2 * stride]. WIDE: each vector
+// of bf16 pairs becomes two of floats.
 template <class Rows, bool PAIRS, bool WIDE>
 static inline void lay_out_keys(const char *const *rows, int width, int from, int to, float *keys,
                                 int stride) {

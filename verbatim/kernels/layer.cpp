@@ -203,8 +203,8 @@ void project(const Layer &l, const T *hidden, int64_t rows, const Adapted &adapt
                      threads);
 }
 
-// out[rows, heads, cols] = x[rows, heads, depth] by the matrix of each head, a part of latent[1]: `first`, for
-// the first head. Strides are of rows and heads, in elements.
+// out[rows, heads, cols] = x[rows, heads, depth] by the matrix of each head, a part of latent[1]. `first` is
+// that of the first head. Strides are of rows and heads, in elements.
 template <typename T>
 void multiply_heads(const Layer &l, const Matrix &first, const T *x, int64_t rows, int64_t x_stride,
                     int64_t x_head, T *out, int64_t out_stride, int64_t out_head, int threads) {
@@ -862,9 +862,9 @@ extern "C" void vb_layer_before(const Layer *l, const void *hidden, int64_t rows
 }
 
 // Computes out[rows, hidden] from the residual hidden[rows, hidden] and attended[rows, heads * value_dim],
-// the output of attention, which may be overwritten; it is multiplied with the gates in `qkv`. If the MLP is not part of the layer, its input
-// is written to `normed` [rows, hidden]; else that is null. The rows' experts are recorded in `chosen`, or
-// taken from `forced`, with rows `stride` apart (experts.h); both may be null.
+// the output of attention, which may be overwritten; it is multiplied with the gates in `qkv`. If the MLP is
+// not part of the layer, its input is written to `normed` [rows, hidden]; else that is null. The rows' experts
+// are recorded in `chosen`, or taken from `forced`, with rows `stride` apart (experts.h); both may be null.
 extern "C" void vb_layer_after(const Layer *l, const void *hidden, void *attended, const void *qkv,
                                int64_t rows, int16_t *chosen, const int16_t *forced, int64_t stride,
                                void *out, void *normed, int threads) {

@@ -173,8 +173,8 @@ template <typename T> static int64_t even(int64_t whole, int64_t most) {
     return ((whole + pieces - 1) / pieces + STEP<T> - 1) / STEP<T> * STEP<T>;
 }
 
-// Columns of weights are `stride` elements apart; `weights(from, to)` is their beginning, for a segment. `at`:
-// the place of a panel, by its first row and height. The panels share the prefetching of the strip `after`,
+// Columns of weights are `stride` elements apart; `weights(from, to)` is the first one, valid for a segment.
+// `at(row, height)` is the place of a panel. The panels share the prefetching of the strip `after`,
 // evenly if it takes all of them, so that memory is never idle. Its columns are `after_stride` bytes apart.
 template <typename W, typename T, typename At, typename Weights>
 static void panels(const Work<T> &work, const Strip &strip, int64_t row, int64_t row_end, int64_t depth,
@@ -441,30 +441,31 @@ static void interleave_rows(std::vector<Work<T>> &works, Input<T> *panels, int64
     });
 }
 
-template <typename T> static bool wants_width(const Work<T> &work) {
-    return WIDENS<T> && work.rows >= WIDE_ROWS && uses_floats();
-}
-
-// Copies the rows to `work.wide`.
-template <typename T> static void widen_rows(const std::vector<Work<T>> &works, int threads) {
+// Copies the rows of `works` to `to`, and sets their `wide`.
+template <typename T> static void widen_rows(std::vector<Work<T>> &works, float *to, int threads) {
     const int64_t depth = works[0].matrices->depth, whole = wide_depth(depth);
     struct Panel {
-        const Work<T> *work;
-        int64_t row, height;
+        const T *x;
+        int64_t x_stride, height;
+        float *to;
     };
     std::vector<Panel> all;
-    for (const auto &work : works) {
+    for (auto &work : works) {
+        if (work.rows < WIDE_ROWS) continue;
         const Blocks<T> blocks(work.rows);
-        for (int64_t i = 0; work.wide && i < blocks.count; i++)
-            for (int64_t n = 0; n < blocks[i].count(); n++)
-                all.push_back({&work, blocks[i].at(n), blocks[i].at(n + 1) - blocks[i].at(n)});
+        work.wide = to;
+        for (int64_t i = 0; i < blocks.count; i++)
+            for (int64_t n = 0; n < blocks[i].count(); n++) {
+                const int64_t row = blocks[i].at(n), height = blocks[i].at(n + 1) - row;
+                all.push_back({work.x + row * work.x_stride, work.x_stride, height, to});
+                to += height * whole;
+            }
     }
     parallel_for(all.size(), threads, [&](int64_t n) {
-        const auto [work, row, height] = all[n];
+        const Panel &p = all[n];
         constexpr int64_t S = STEP<float>;
-        float *to = const_cast<float *>(work->wide) + row * whole;
-        for (int64_t r = 0; r < height; r++)
-            widen_steps(to + r * S, height * S, work->x + (row + r) * work->x_stride, depth);
+        for (int64_t r = 0; r < p.height; r++)
+            widen_steps(p.to + r * S, p.height * S, p.x + r * p.x_stride, depth);
     });
 }
 
@@ -472,19 +473,18 @@ template <typename T>
 static void multiply_together(std::vector<Work<T>> &works, int threads) {
     const int64_t depth = works[0].matrices->depth;
     const int64_t stride = (depth + STEP<T> - 1) / STEP<T> * STEP<T>;
-    int64_t rows = 0, wide_rows = 0, all_rows = 0;
-    const int64_t whole = wide_depth(depth);
-    for (const auto &work : works) all_rows += wants_width(work) ? work.rows : 0;
-    const Scratch<float> wide(all_rows * whole);  // of `Work.wide`
+    int64_t rows = 0, wide_rows = 0;
+    const bool widens = WIDENS<T> && uses_floats();
+    for (const auto &work : works) wide_rows += widens && work.rows >= WIDE_ROWS ? work.rows : 0;
+    const Scratch<float> wide(wide_rows * wide_depth(depth));
+    if constexpr (WIDENS<T>)
+        if (wide_rows) widen_rows(works, wide.data, threads);
     for (auto &work : works) {
         if constexpr (std::is_same_v<Input<T>, T>) work.input = work.x;
-        if (wants_width(work)) work.wide = wide.data + wide_rows * whole, wide_rows += work.rows;
         rows += wants_interleaving(work) ? work.rows : 0;
     }
     const Scratch<Input<T>> panels(rows * stride);
     if (rows) interleave_rows(works, panels.data, stride, threads);
-    if constexpr (WIDENS<T>)
-        if (wide_rows) widen_rows(works, threads);
     const Pieces<T> pieces(works);
     share_out(pieces.count(), threads, [&](int) {
         return [&, last = (int64_t)-2](int64_t n, int64_t range_end) mutable {
