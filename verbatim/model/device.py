@@ -42,7 +42,7 @@ class Device:
 
     @property
     def stores_latent(self) -> bool:
-        """Whether latent vectors are stored for latent attention: GPU kernels support no such wide heads."""
+        """True if latent vectors are stored for latent attention; heads are too wide for the GPU kernels."""
         return not self.is_gpu
 
     def current(self) -> AbstractContextManager[object]:

@@ -65,8 +65,8 @@ def up_projection(module: Any) -> Tensor:
     return matrices
 
 
-class LowRank(NamedTuple):
-    """The terms that an adapter adds to an up-projection, for a range of rows: `scaling * B @ A`."""
+class AdapterTerm(NamedTuple):
+    """The matrix `scaling * B @ A` that an adapter adds to an up-projection, for a range of rows."""
 
     rows: slice
     a: Tensor  # [rank of the adapter, rank]
@@ -74,17 +74,17 @@ class LowRank(NamedTuple):
     scaling: float
 
 
-def low_rank_terms(module: Any, context: Any) -> list[LowRank]:
-    """Return the terms that adapters of the context's rows add to the up-projection."""
+def low_rank_terms(module: Any, context: Any) -> list[AdapterTerm]:
+    """Return what the adapters of the context's rows add to the up-projection."""
     terms = getattr(module.kv_b_proj.__dict__.get("forward"), "low_rank", None)
     width = module.qk_nope_head_dim + module.v_head_dim
     return [
-        LowRank(slice(begin, end), a.float(), b.unflatten(0, (-1, width)), scaling)
+        AdapterTerm(slice(begin, end), a.float(), b.unflatten(0, (-1, width)), scaling)
         for begin, end, a, b, scaling in (() if terms is None else terms(context))
     ]
 
 
-def absorb_keys(module: Any, q: Tensor, terms: list[LowRank]) -> Tensor:
+def absorb_keys(module: Any, q: Tensor, terms: list[AdapterTerm]) -> Tensor:
     """Return the queries of stored vectors for those of keys: `[T, H, Dk + R]` to `[T, H, rank + R]`."""
     width = module.qk_nope_head_dim
     x = q[..., :width].transpose(0, 1)
@@ -95,7 +95,7 @@ def absorb_keys(module: Any, q: Tensor, terms: list[LowRank]) -> Tensor:
     return torch.cat([latent.transpose(0, 1), q[..., width:]], -1)
 
 
-def expand_values(module: Any, out: Tensor, terms: list[LowRank]) -> Tensor:
+def expand_values(module: Any, out: Tensor, terms: list[AdapterTerm]) -> Tensor:
     """Return the attention output for that over stored vectors: `[T, H, rank + R]` to `[T, H, Dv]`."""
     width = module.qk_nope_head_dim
     matrices = up_projection(module)[:, width:].mT
@@ -107,7 +107,7 @@ def expand_values(module: Any, out: Tensor, terms: list[LowRank]) -> Tensor:
     return values.transpose(0, 1)
 
 
-def _add(out: Tensor, x: Tensor, term: LowRank, factors: tuple[Tensor, Tensor]) -> None:
+def _add(out: Tensor, x: Tensor, term: AdapterTerm, factors: tuple[Tensor, Tensor]) -> None:
     """Add the product of `x` `[H, T, K]` and two matrices per head to the rows of `out` `[H, T, N]`."""
     first, second = (factor.contiguous() for factor in factors)
     inner = products.matmul(x[:, term.rows].float(), first)
