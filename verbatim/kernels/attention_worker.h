@@ -277,7 +277,7 @@ template <class Rows, class Step> class Attention {
         const int stride = WIDE ? wide_stride : q_stride;
         const float *lines_of = WIDE ? wide_queries : queries;
         lay_out_keys<Rows, PAIRS, WIDE>(tile.rows, (int)p.key_size, tile.begin, tile.end, keys, stride);
-        {
+        {  // a score so small that it is flushed has no effect on its weight
             [[maybe_unused]] const FlushSubnormals<WIDE> flush;
             in_pieces<MOST_QUERIES>(a, b, [&](int i, auto count) {
                 score_lines<Mac, count.value>(lines_of + i * stride, stride, keys, tile.begin, tile.end,
@@ -337,6 +337,7 @@ template <class Rows, class Step> class Attention {
         if (begin < end) {
             for (int j = i; j < i + L; j++)
                 if (from(j) < begin * KEYS) add_steps<WIDE>(j, from(j), begin * KEYS);
+            for (int j = i; WIDE && j < i + L; j++) rescale(j);
             [[maybe_unused]] const FlushSubnormals<WIDE> flush;
             in_pieces<L <= 2 && VECTORS == 4 ? 4 : VECTORS>(0, vectors, [&](int u, auto count) {
                 typedef std::conditional_t<WIDE, Singles, Step> Mac;
@@ -354,12 +355,18 @@ template <class Rows, class Step> class Attention {
         }
     }
 
-    // Adds the values of keys [from, to) of the tile to one line, step by step.
-    template <bool WIDE> void add_steps(int i, int from, int to) {
+    // Multiplies a line's sums by its factor, which becomes 1.
+    void rescale(int i) {
         float *sums = acc + i * v_stride;
         if (factors[i] != 1)
             for (int e = 0; e < vectors * 16; e += 16) store(sums + e, load(sums + e) * factors[i]);
         factors[i] = 1;
+    }
+
+    // Adds the values of keys [from, to) of the tile to one line, step by step.
+    template <bool WIDE> void add_steps(int i, int from, int to) {
+        rescale(i);
+        float *sums = acc + i * v_stride;
         [[maybe_unused]] const FlushSubnormals<WIDE> flush;
         for (int step = from / KEYS; step * KEYS < to; step++) {
             uint32_t seen = 0xffffffffu;

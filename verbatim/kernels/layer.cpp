@@ -279,20 +279,20 @@ void before_latent(const Layer &l, const T *hidden, int64_t rows, const Adapted 
             for (int64_t h = 0; h < l.heads; h++)
                 rotate_head(to + h * dim + plain, cos, sin, angles.width, l.rotation);
         }
-        T *k = to + l.q_width(), *v = k + l.k_width();
-        const T *from = kv.data + r * of_kv.cols;
+        T *k = to + l.q_width(), *v = k + l.k_width(), *gates = v + l.kv_heads * l.value_dim;
+        std::memcpy(gates, key + turned, l.gate_width * sizeof(T));
         if (l.absorbed) {
             std::memcpy(k, row + first, dim * sizeof(T));
             std::memcpy(v, k, dim * sizeof(T));
-            v += dim;
+            return;
         }
-        for (int64_t h = 0; h < l.heads && !l.absorbed; h++, k += dim, v += l.value_dim) {
+        const T *from = kv.data + r * of_kv.cols;
+        for (int64_t h = 0; h < l.heads; h++, k += dim, v += l.value_dim) {
             std::memcpy(k, from, plain * sizeof(T));
             std::memcpy(k + plain, key, turned * sizeof(T));
             std::memcpy(v, from + plain, l.value_dim * sizeof(T));
             from += plain + l.value_dim;
         }
-        std::memcpy(v, key + turned, l.gate_width * sizeof(T));
     });
 }
 

@@ -292,7 +292,7 @@ static void few_rows_packed(const Work<float> &, const Strip &, const char *) {}
 
 static int64_t wide_depth(int64_t depth) { return (depth + 31) / 32 * 32; }
 
-// Fewer rows wait for the weights' conversion longer than it saves.
+// With fewer rows, converting the weights costs more than it saves.
 constexpr int64_t WIDE_ROWS = 24;
 
 // Multiplies rows that are floats with a strip of bf16, which is copied to floats by segments.

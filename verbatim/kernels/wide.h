@@ -2,13 +2,15 @@
 //
 // AVX-512's dot product adds to each lane the product of two odd elements, then that of two even ones. It
 // rounds both sums, and flushes subnormal operands and results to zero. So two float multiply-adds in this
-// order give the same bits under FlushSubnormals. On some processors they are twice as fast.
+// order give the same bits under FlushSubnormals, except that NaNs may differ in sign and payload. On some
+// processors they are twice as fast.
 #pragma once
 
 #include "simd.h"
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 
 namespace vb {
 
@@ -47,8 +49,42 @@ template <class Step> static inline int64_t cycles_of(Step step) {
     return best;
 }
 
+// Whether floats give the bits of pairs on this processor, for numbers of all sizes.
+static inline bool floats_agree() {
+    const FlushSubnormals<true> flush;
+    uint32_t state = 1;
+    const auto random = [&] {
+        state ^= state << 13, state ^= state >> 17, state ^= state << 5;
+        return state;
+    };
+    const auto element = [&](uint32_t exponent) {  // 0: any bits
+        const uint32_t bits = random();
+        return exponent ? (bits & 0x807f) | (exponent + random() % 8) << 7 : bits & 0xffff;
+    };
+    // Numbers of any size, of a size near 1, and with products near the smallest normal number.
+    constexpr uint32_t EXPONENTS[] = {0, 120, 60};
+    for (int round = 0; round < 300; round++) {
+        const uint32_t exponent = EXPONENTS[round % 3];
+        u32x16 a, b, sum;
+        for (int i = 0; i < 16; i++) {
+            a[i] = element(exponent) << 16 | element(exponent);
+            b[i] = element(exponent) << 16 | element(exponent);
+            const uint32_t lowest = exponent == 120 ? 113 : 0;  // that of a product
+            sum[i] = exponent ? (random() & 0x807fffff) | (lowest + random() % 16) << 23 : random();
+        }
+        const f32x16 pairs = (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+        const f32x16 odd = fma(odd_elements(a), odd_elements(b), (f32x16)sum);
+        const f32x16 floats = fma(even_elements(a), even_elements(b), odd);
+        for (int i = 0; i < 16; i++)
+            if (std::isnan(pairs[i]) != std::isnan(floats[i]) ||
+                (!std::isnan(pairs[i]) && ((u32x16)pairs)[i] != ((u32x16)floats)[i]))
+                return false;
+    }
+    return true;
+}
+
 // Whether to use floats: as chosen, or if this processor is faster with them, which is measured once.
-static inline bool uses_floats() {
+inline bool uses_floats() {
     if (const int chosen = chosen_width.load(std::memory_order_relaxed); chosen >= 0) return chosen;
     static const bool faster = [] {
         const f32x16 one = splat(1.0f);
@@ -58,13 +94,14 @@ static inline bool uses_floats() {
         const int64_t floats = cycles_of([&](f32x16 &sum) {
             asm volatile("vfmadd231ps %1, %1, %0" : "+v"(sum) : "v"(one));
         });
-        return 5 * floats < 2 * pairs;  // half as many products, and they have to be widened
+        // A float product has half as many multiplications, and widening takes time.
+        return 5 * floats < 2 * pairs && floats_agree();
     }();
     return faster;
 }
 #else
 template <bool ON> struct FlushSubnormals {};
-static inline bool uses_floats() { return false; }
+inline bool uses_floats() { return false; }
 #endif
 
 }  // namespace vb

@@ -31,7 +31,7 @@ class LayerShape:
     Attributes:
         value_dim: width of a value; 0 for the keys of an indexer.
         records: whether keys are also the values, and the store of values holds records of windows.
-        latent: whether keys are also the values, and there is no store of values.
+        latent: whether keys are also the values, and are stored once.
     """
 
     kv_heads: int

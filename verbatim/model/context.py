@@ -132,16 +132,16 @@ def replace_function(owner: Any, name: str, replacement: Callable[..., Any]) -> 
 def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AnyOptions) -> Tensor:
     """Attend in the active context: `[T, H, Dk]`, `[T, Hkv, Dk]`, `[T, Hkv, Dv]` to `[T, H, Dv]`.
 
-    If `v` is `k`, they are latent vectors, which the context `stores_latent` (`_keep_latent`).
+    If `v` is `k`, they are latent vectors, which the context `stores_latent` (`adapters._keep_latent`).
     """
     context = active_context()
     if context is None:
         raise RuntimeError("Verbatim's attention was called outside of a Verbatim forward")
     if v is not k:
         return context.attend(module, q, k, v, options)
-    terms = latent.low_rank_terms(module, context)
-    out = context.attend(module, latent.absorb_keys(module, q, terms), k, v, options)
-    return latent.expand_values(module, out, terms)
+    projection = latent.UpProjection.of(module, context)
+    out = context.attend(module, projection.absorb_keys(q), k, v, options)
+    return projection.expand_values(out)
 
 
 def _is_latent(module: nn.Module, key: Tensor, value: Tensor) -> bool:

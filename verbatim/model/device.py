@@ -42,7 +42,7 @@ class Device:
 
     @property
     def stores_latent(self) -> bool:
-        """True if latent vectors are stored for latent attention; heads are too wide for the GPU kernels."""
+        """True if latent vectors are stored; the GPU kernels don't support heads this wide."""
         return not self.is_gpu
 
     def current(self) -> AbstractContextManager[object]:

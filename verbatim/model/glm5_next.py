@@ -58,8 +58,7 @@ def _attention(
     if indexer is not None:
         chosen = indexer(hidden_states, residual)
     blocks = None if chosen is None else chosen[None]
-    options = dict(scaling=module.scaling, block_indices=blocks)
-    out = flat_attention(module, q, k, v, None, **options)[0]
+    out = flat_attention(module, q, k, v, None, scaling=module.scaling, block_indices=blocks)[0]
     out = module.o_proj(out.flatten(2))
     return out, None, chosen if module.next_skip_topk else None
 

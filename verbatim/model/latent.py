@@ -10,6 +10,7 @@ with the part of `kv_b_proj` that makes keys, and attention outputs with the par
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,7 @@ from torch import Tensor, nn
 
 from verbatim.errors import ModelChanged
 from verbatim.model import products
-from verbatim.model.fingerprint import has_global_hooks
-from verbatim.model.quantized import QuantizedLinear
+from verbatim.model.fingerprint import has_hooks
 
 METHOD = "expand_kv"  # the method of attention modules that makes keys and values of latent vectors
 
@@ -26,7 +26,9 @@ METHOD = "expand_kv"  # the method of attention modules that makes keys and valu
 def method_of(cls: type) -> Any:
     """Return the method of a class if it is transformers' own, else None."""
     method = vars(cls).get(METHOD)
-    return method if getattr(method, "__module__", "").startswith("transformers.") else None
+    method = getattr(method, "verbatim_original", method)
+    is_own = getattr(method, "__module__", "").startswith("transformers.")
+    return method if is_own and not hasattr(method, "__wrapped__") else None
 
 
 def is_absorbable(module: nn.Module) -> bool:
@@ -35,34 +37,13 @@ def is_absorbable(module: nn.Module) -> bool:
     They may not be if the up-projection has a bias or hooks, or the class of either module is unknown.
     """
     linear = module._modules.get("kv_b_proj")
-    if linear is None or method_of(type(module)) is None or METHOD in module.__dict__:
-        return False
-    layers = [*linear.modules()]  # several if it has a LoRA of PEFT
-    is_known = _is_plain(linear) or type(linear).__module__.startswith("peft.tuners.lora.")
-    has_bias = any(layer._parameters.get("bias") is not None for layer in layers)
-    has_own_hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
-    return is_known and not (has_bias or has_own_hooks)
-
-
-def _is_plain(linear: nn.Module) -> bool:
-    return type(linear) in (nn.Linear, QuantizedLinear)
-
-
-def up_projection(module: Any) -> Tensor:
-    """Return the matrices that make the key and the value of each head, `[H, Dk + Dv, rank]`."""
-    linear = module.kv_b_proj
-    if not is_absorbable(module):
-        raise ModelChanged(
-            f"a bias, hooks or code were added to {type(module).__name__} or its kv_b_proj since the "
-            "model was opened; open it again"
-        )
-    if _is_plain(linear) and not has_global_hooks():
-        weight = linear.weight
-    else:  # products with ones and zeros are exact
-        rank, like = module.kv_lora_rank, next(linear.parameters())
-        weight = linear(torch.eye(rank, dtype=like.dtype, device=like.device)).t()
-    matrices: Tensor = weight.unflatten(0, (-1, module.qk_nope_head_dim + module.v_head_dim))
-    return matrices
+    return (
+        type(linear) is nn.Linear
+        and linear.bias is None
+        and not has_hooks([linear.__dict__])
+        and METHOD not in module.__dict__
+        and method_of(type(module)) is not None
+    )
 
 
 class AdapterTerm(NamedTuple):
@@ -74,42 +55,64 @@ class AdapterTerm(NamedTuple):
     scaling: float
 
 
-def low_rank_terms(module: Any, context: Any) -> list[AdapterTerm]:
-    """Return what the adapters of the context's rows add to the up-projection."""
-    terms = getattr(module.kv_b_proj.__dict__.get("forward"), "low_rank", None)
-    width = module.qk_nope_head_dim + module.v_head_dim
-    return [
-        AdapterTerm(slice(begin, end), a.float(), b.unflatten(0, (-1, width)), scaling)
-        for begin, end, a, b, scaling in (() if terms is None else terms(context))
-    ]
+@dataclass(frozen=True, slots=True)
+class UpProjection:
+    """The matrices that make keys and values of latent vectors.
+
+    Attributes:
+        matrices: `[H, Dk + Dv, rank]`.
+        key_width: Dk, without rotated elements.
+        terms: what adapters add.
+    """
+
+    matrices: Tensor
+    key_width: int
+    terms: list[AdapterTerm]
+
+    @staticmethod
+    def of(module: Any, context: Any) -> UpProjection:
+        """Return the up-projection of an attention module, with the adapters of the context's rows.
+
+        Raises:
+            ModelChanged: the module is no longer `is_absorbable`.
+        """
+        if not is_absorbable(module):
+            raise ModelChanged(
+                f"a bias, hooks or code were added to {type(module).__name__} or its kv_b_proj since the "
+                "model was opened; open it again"
+            )
+        linear, widths = module.kv_b_proj, (-1, module.qk_nope_head_dim + module.v_head_dim)
+        low_rank = getattr(linear.__dict__.get("forward"), "low_rank", None)
+        terms = [
+            AdapterTerm(slice(begin, end), a.float(), b.unflatten(0, widths), scaling)
+            for begin, end, a, b, scaling in (() if low_rank is None else low_rank(context))
+        ]
+        return UpProjection(linear.weight.unflatten(0, widths), module.qk_nope_head_dim, terms)
+
+    def absorb_keys(self, q: Tensor) -> Tensor:
+        """Turn queries for keys into queries for latent vectors: `[T, H, Dk + R]` to `[T, H, rank + R]`."""
+        x, rotated = q[..., : self.key_width].transpose(0, 1), q[..., self.key_width :]
+        latent = products.matmul(x, self.matrices[:, : self.key_width])
+        for term in self.terms:
+            a = term.a.expand(len(x), -1, -1)
+            _add(latent, x, term, term.b[:, : self.key_width], a)
+        return torch.cat([latent.transpose(0, 1), rotated], -1)
+
+    def expand_values(self, out: Tensor) -> Tensor:
+        """Turn attention outputs over latent vectors into those over values.
+
+        `[T, H, rank + R]` becomes `[T, H, Dv]`.
+        """
+        x = out[..., : self.matrices.shape[2]].transpose(0, 1)
+        values = products.matmul(x, self.matrices[:, self.key_width :].mT)
+        for term in self.terms:
+            a = term.a.t().expand(len(x), -1, -1)
+            _add(values, x, term, a, term.b[:, self.key_width :].mT)
+        return values.transpose(0, 1)
 
 
-def absorb_keys(module: Any, q: Tensor, terms: list[AdapterTerm]) -> Tensor:
-    """Return the queries of stored vectors for those of keys: `[T, H, Dk + R]` to `[T, H, rank + R]`."""
-    width = module.qk_nope_head_dim
-    x = q[..., :width].transpose(0, 1)
-    latent = products.matmul(x, up_projection(module)[:, :width])
-    for term in terms:
-        a = term.a.expand(len(x), -1, -1)
-        _add(latent, x, term, (term.b[:, :width], a))
-    return torch.cat([latent.transpose(0, 1), q[..., width:]], -1)
-
-
-def expand_values(module: Any, out: Tensor, terms: list[AdapterTerm]) -> Tensor:
-    """Return the attention output for that over stored vectors: `[T, H, rank + R]` to `[T, H, Dv]`."""
-    width = module.qk_nope_head_dim
-    matrices = up_projection(module)[:, width:].mT
-    x = out[..., : matrices.shape[1]].transpose(0, 1)
-    values = products.matmul(x, matrices)
-    for term in terms:
-        a = term.a.t().expand(len(x), -1, -1)
-        _add(values, x, term, (a, term.b[:, width:].mT))
-    return values.transpose(0, 1)
-
-
-def _add(out: Tensor, x: Tensor, term: AdapterTerm, factors: tuple[Tensor, Tensor]) -> None:
+def _add(out: Tensor, x: Tensor, term: AdapterTerm, first: Tensor, second: Tensor) -> None:
     """Add the product of `x` `[H, T, K]` and two matrices per head to the rows of `out` `[H, T, N]`."""
-    first, second = (factor.contiguous() for factor in factors)
-    inner = products.matmul(x[:, term.rows].float(), first)
-    delta = products.matmul(inner, second) * term.scaling
+    inner = products.matmul(x[:, term.rows].float(), first.contiguous())
+    delta = products.matmul(inner, second.contiguous()) * term.scaling
     out[:, term.rows] = (out[:, term.rows].float() + delta).to(out.dtype)

@@ -25,7 +25,6 @@ from verbatim.model.mixers import MixtureStruct
 from verbatim.model.products import Matrix
 from verbatim.model.quantized import is_linear
 from verbatim.model.structs import (
-    FORMATS,
     ROLES,
     LayerStruct,
     NotFusable,
@@ -180,13 +179,10 @@ class FusedLayer:
             columns = [queries, shape.heads * (plain + own_value)]
             fits &= [m.cols for m in latent] == columns[-len(latent) :]
             fits &= 0 <= rotary_width <= shape.head_dim
-            if not shape.absorbed:
-                fits &= shape.kv_heads == shape.heads
-            elif latent[-1].format not in FORMATS.values() or latent[-1].transposed:
-                raise NotFusable("the up-projection of its latent vectors is quantized")
-            else:
-                fits &= shape.kv_heads == 1 and not latent[-1].bias
+            if shape.absorbed:
+                fits &= type(parts.latent[-1]) is nn.Linear and not latent[-1].bias
                 fits &= shape.head_dim == shape.value_dim == rank + rotary_width
+            fits &= shape.kv_heads == (1 if shape.absorbed else shape.heads)
         struct.residual = parts.residual
         fits &= parts.has_mlp or parts.residual not in (Residual.JOINED, Residual.POST)
         if parts.down is not None:

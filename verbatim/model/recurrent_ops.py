@@ -407,7 +407,7 @@ def _multi_head_norm(layer: Any, x: Tensor) -> Tensor:
 def reads_weight(layer: Any, name: str) -> bool:
     """Return whether a layer reads the weight of its child `name` instead of calling it.
 
-    Mamba does so, latent attention, and BLOOM where a config adds up slices of its products.
+    Mamba and latent attention do so, and BLOOM where a config adds up slices of its products.
     """
     if getattr(layer, "slow_but_exact", False) and layer.pretraining_tp > 1:
         return name in ("dense", "dense_4h_to_h")

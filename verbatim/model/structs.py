@@ -17,7 +17,7 @@ from verbatim.model.norms import Norm
 from verbatim.model.products import Matrix
 from verbatim.model.quantized import QuantizedLinear, is_linear
 
-FORMATS = {torch.float32: 0, torch.bfloat16: 1}  # vb::Format of unquantized matrices
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1}  # vb::Format of unquantized matrices
 
 
 class NotFusable(Exception):
@@ -99,11 +99,11 @@ def matrix_at(
     Raises:
         NotFusable: the kernels can't read the matrix.
     """
-    if dtype not in FORMATS:
+    if dtype not in _FORMATS:
         raise NotFusable(f"its weights are {dtype}")
     at_bias = address_of(bias, dtype)
     if packing is None:
-        return Matrix(address_of(data, dtype), at_bias, cols, depth, depth, FORMATS[dtype])
+        return Matrix(address_of(data, dtype), at_bias, cols, depth, depth, _FORMATS[dtype])
     if packing.dtype is not dtype:
         raise NotFusable(f"a quantized weight has dtype {packing.dtype}")
     at = address_of(data, torch.uint8)
