@@ -59,7 +59,7 @@ def allowed(weight: Tensor, kind: Quantization) -> Tensor:
         low, high = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
         step = (high - low + low.abs() / 128) / (2**kind.bits - 1) * (1 + 1 / 128)
         most.append(0.5001 * step.expand_as(group) + group.abs().amax(-1, keepdim=True) * 1e-6)
-    return torch.cat(most, -1) + 1e-40  # a step of the smallest bf16
+    return torch.cat(most, -1) + 2.0**-117  # the smallest step
 
 
 @EVERY_KIND

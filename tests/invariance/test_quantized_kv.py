@@ -59,12 +59,12 @@ def test_kv_quantization_error_is_at_most_half_a_step(
     first = packing.code_bytes(width)
     scales = rows[..., first:].contiguous().view(BF16)[..., ::2].double()
     steps = scales.repeat_interleave(packing.group, -1)[..., :width]
-    rounding = x.double().abs() * 2**-23 + 1e-43  # of float32, to which it is unpacked
+    rounding = x.double().abs() * 2**-23 + 2.0**-126  # of float32, and of subnormal ends
     assert (error <= steps / 2 * (1 + 1e-4) + rounding).all()
     # The step is the group's range over its levels, but for the rounding of its ends to bf16.
     for group, scale in zip(x.double().split(packing.group, -1), scales.unbind(-1), strict=True):
         low, high = group.amin(-1), group.amax(-1)
-        most = (high - low + low.abs() * 2**-7) / (2**packing.bits - 1) * (1 + 2**-6) + 1e-40
+        most = (high - low + low.abs() * 2**-7) / (2**packing.bits - 1) * (1 + 2**-6) + 2.0**-117
         assert (scale <= most).all()
 
 

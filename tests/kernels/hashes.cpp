@@ -31,12 +31,12 @@ template <typename T> static void report(const std::string &name, const std::vec
     std::printf("%s %016llx\n", name.c_str(), (unsigned long long)hash);
 }
 
-// Numbers between -1 and 1, always the same.
-template <typename T> static std::vector<T> numbers(int64_t count, uint64_t seed) {
+// Numbers between -scale and scale, always the same.
+template <typename T> static std::vector<T> numbers(int64_t count, uint64_t seed, float scale = 1) {
     std::vector<T> values(count);
     for (T &value : values) {
         seed = seed * 6364136223846793005u + 1442695040888963407u;
-        vb::put(&value, (float)(int32_t)(seed >> 32) * 0x1p-31f);
+        vb::put(&value, (float)(int32_t)(seed >> 32) * 0x1p-31f * scale);
     }
     return values;
 }
@@ -46,11 +46,13 @@ template <typename T> struct Names {
     std::string operator()(const char *name) const { return std::string(name) + suffix; }
 };
 
-// Products of 5 rows: plain weights either way round, then packed ones and their numbers.
-template <typename T> static void products() {
+// Products: plain weights either way round, then packed ones and their numbers.
+template <typename T> static void products(const int64_t ROWS, float scale) {
     const Names<T> named;
-    constexpr int64_t ROWS = 5, COLS = 83, DEPTH = 200, GROUP = 32;
-    const auto x = numbers<T>(ROWS * DEPTH, 1), w = numbers<T>(COLS * DEPTH, 2), bias = numbers<T>(COLS, 3);
+    constexpr int64_t COLS = 83, DEPTH = 200, GROUP = 32;
+    std::printf("%d rows of numbers up to %g\n", (int)ROWS, scale);
+    const auto x = numbers<T>(ROWS * DEPTH, 1, scale), w = numbers<T>(COLS * DEPTH, 2);
+    const auto bias = numbers<T>(COLS, 3);
     std::vector<T> out(ROWS * COLS);
     for (const int transposed : {0, 1}) {
         const vb::Matrix matrix{w.data(), bias.data(), COLS, DEPTH, transposed ? COLS : DEPTH,
@@ -126,7 +128,8 @@ template <typename T> static void attention() {
         std::vector<T> out(TOKENS * HEADS * SIZE);
         call("vb_attention", q.data(), out.data(), keys.data(), values.data(), starts.data(), lengths.data(),
              tables.data(), (int64_t)2, (int64_t)2, HEADS * SIZE, SIZE, HEADS, KV_HEADS, SIZE, SIZE, BLOCK,
-             (int64_t)0, (int64_t)0, IS_BF16, format, 0.158f, 30.0f, sinks.data(), (const float *)nullptr, 1);
+             (int64_t)0, (int64_t)0, IS_BF16, format, 0.158f, 30.0f, sinks.data(), (int64_t)0,
+             (const float *)nullptr, (const void *)nullptr, (int64_t)0, 1);
         report(Names<T>()("vb_attention") + " over " + std::to_string(format), out);
     }
 }
@@ -140,7 +143,8 @@ static void noise() {
 int main(int, char **arguments) {
     library = dlopen(arguments[1], RTLD_NOW);
     if (!library) return std::printf("%s\n", dlerror()), 1;
-    products<float>(), products<bf16>();
+    for (const int64_t rows : {1, 5, 30})
+        for (const float scale : {1.0f, 0x1p-126f}) products<float>(rows, scale), products<bf16>(rows, scale);
     elementwise<float>(), elementwise<bf16>();
     attention<float>(), attention<bf16>();
     noise();

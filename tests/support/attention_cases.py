@@ -194,14 +194,14 @@ def dense(what: Story, opts: AttentionOptions) -> Tensor:
 def excess(out: Tensor, what: Story, opts: AttentionOptions, backend: str) -> float:
     """Return the largest error of `out` against `dense`, beyond the tolerance of its dtypes.
 
-    In bf16 the result is rounded. The avx512_bf16 kernel also rounds each attention weight, by at most 2^-9
-    of itself, and so may err by twice that of the weighted mean of |v|.
+    In bf16 the result is rounded. The kernels also round each attention weight, by at most 2^-9 of itself,
+    and so may err by twice that of the weighted mean of |v|.
     """
     want = dense(what, opts)
     allowed = torch.zeros_like(want)
     if out.dtype == BF16:
         allowed += want.abs() * 2**-8
-        if backend == "avx512_bf16" and what.k.dtype == BF16:
+        if backend != "none" and what.k.dtype == BF16:
             allowed += dense(replace(what, v=what.v.abs()), opts) * 2**-8
     return float(((out.double() - want).abs() - allowed).max())
 

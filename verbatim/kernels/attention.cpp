@@ -119,14 +119,9 @@ void vb_attention(const void *q, void *out, const void *k_store, const void *v_s
         if (kv_format == 4) return attend<PackedRows<4, false>, Singles>(p, threads);
         return attend<HalfRows, Singles>(p, threads);
     }
-#if defined(__AVX512BF16__)
-    typedef Pairs Step;
-#else
-    typedef Singles Step;
-#endif
-    if (kv_format == 8) return attend<PackedRows<8, true>, Step>(p, threads);
-    if (kv_format == 4) return attend<PackedRows<4, true>, Step>(p, threads);
-    attend<HalfRows, Step>(p, threads);
+    if (kv_format == 8) return attend<PackedRows<8, true>, Pairs>(p, threads);
+    if (kv_format == 4) return attend<PackedRows<4, true>, Pairs>(p, threads);
+    attend<HalfRows, Pairs>(p, threads);
 }
 
 // Copies the rows k [T, Hkv, Dk] and v [T, Hkv, Dv] to their slots in the stores, byte for byte. Sizes and

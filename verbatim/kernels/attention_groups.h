@@ -14,6 +14,8 @@
 
 namespace vb::attention {
 
+typedef uint16_t u16x32 __attribute__((vector_size(64)));
+
 template <int BITS> constexpr int GROUP = BITS == 8 ? 64 : 32;
 
 template <int BITS> static inline int code_bytes(int width) { return (width * BITS + 7) / 8; }
@@ -27,26 +29,19 @@ template <int BITS, bool HALF> struct PackedRows {
     static constexpr bool PAIRED = HALF;
     static int bytes(int width) { return row_bytes<BITS>(width); }
 
-    template <bool WHOLE> static INLINE u32x16 lanes(const char *row, int width, int i) {
+    template <bool WHOLE> static INLINE Lanes lanes(const char *row, int width, int i) {
 #if defined(__AVX512BF16__)
-        if constexpr (HALF && BITS == 4 && WHOLE) return look_up((const uint8_t *)row, width, i);
+        if constexpr (HALF && BITS == 4 && WHOLE) return (Lanes)look_up((const uint8_t *)row, width, i);
 #endif
         if constexpr (HALF) {
             f32x16 x[2];
             unpack<0, 2, WHOLE>((const uint8_t *)row, width, i * 32, x);
-#if defined(__AVX512BF16__)
-            return (u32x16)_mm512_cvtne2ps_pbh((__m512)x[1], (__m512)x[0]);
-#else
-            const u16x16 halves[2] = {narrow(x[0]), narrow(x[1])};
-            u32x16 pairs;
-            std::memcpy(&pairs, halves, sizeof pairs);
-            return pairs;
-#endif
+            return as_lanes((f32x16)narrow_pairs(x[0], x[1]));
         } else {
             f32x16 x;
             if (i % 2 == 0) unpack<0, 1, false>((const uint8_t *)row, width, i * 16, &x);
             else unpack<1, 1, false>((const uint8_t *)row, width, (i - 1) * 16, &x);
-            return (u32x16)x;
+            return as_lanes(x);
         }
     }
 
@@ -141,9 +136,9 @@ template <int BITS, class T> static inline void pack_row(const T *x, int width, 
             high = group[i] > high ? group[i] : high;
         }
         bf16 head[2] = {0x7fc0, 0x7fc0};
-        const bf16 rounded_low = round_down(low + 0.0f);  // -0 becomes 0
+        const bf16 rounded_low = round_down(stored_low(low + 0.0f));  // -0 becomes 0
         low = to_float(rounded_low);
-        const float step = (high - low) / LEVELS + 0.0f;
+        const float step = stored_scale((high - low) / LEVELS + 0.0f);
         float scale = 0;
         if (finite && step - step == 0) {
             head[0] = round_away(step), head[1] = rounded_low;

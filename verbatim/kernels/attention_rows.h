@@ -5,7 +5,7 @@
 // (attention_tile.h). The only computation here is dequantization.
 #pragma once
 
-#include "wide.h"
+#include "lanes.h"
 
 #include <algorithm>
 
@@ -13,25 +13,22 @@
 
 namespace vb::attention {
 
-typedef uint16_t u16x32 __attribute__((vector_size(64)));
-
 constexpr int TILE = 64;  // keys of a tile, between two rescalings; tiles begin at multiples of this
-constexpr int CHUNKS = TILE / 16;
 
 // ---- Formats of stored rows ----
 
 // Vector `i` of the lanes of a row. Only the last vector may be partial (not WHOLE); it is padded with zeros.
-template <bool WHOLE> static INLINE u32x16 load_lanes(const char *row, int bytes, int i) {
-    u32x16 lanes = {};
-    if (WHOLE) std::memcpy(&lanes, row + 64 * i, 64);
-    else std::memcpy(&lanes, row + 64 * i, bytes - 64 * i);
-    return lanes;
+template <bool WHOLE> static INLINE Lanes load_lanes(const char *row, int bytes, int i) {
+    if (WHOLE) return lanes_from(row + 64 * i);
+    char lanes[64] = {};
+    std::memcpy(lanes, row + 64 * i, bytes - 64 * i);
+    return lanes_from(lanes);
 }
 
 struct FloatRows {
     static constexpr bool PAIRED = false;
     static int bytes(int width) { return width * 4; }
-    template <bool WHOLE> static INLINE u32x16 lanes(const char *row, int width, int i) {
+    template <bool WHOLE> static INLINE Lanes lanes(const char *row, int width, int i) {
         return load_lanes<WHOLE>(row, width * 4, i);
     }
 };
@@ -39,7 +36,7 @@ struct FloatRows {
 struct HalfRows {
     static constexpr bool PAIRED = true;
     static int bytes(int width) { return width * 2; }
-    template <bool WHOLE> static INLINE u32x16 lanes(const char *row, int width, int i) {
+    template <bool WHOLE> static INLINE Lanes lanes(const char *row, int width, int i) {
         return load_lanes<WHOLE>(row, width * 2, i);
     }
 };
@@ -64,35 +61,6 @@ static INLINE void each_vector(int width, const Function &f) {
 
 #define LANES(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 
-typedef float f32x4 __attribute__((vector_size(16)));
-
-// Interleave within quarters the first two (low) or the last two (high) lanes of a and b.
-#if defined(__AVX512F__)
-static INLINE f32x16 low(f32x16 a, f32x16 b) {
-    return LANES(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-}
-
-static INLINE f32x16 high(f32x16 a, f32x16 b) {
-    return LANES(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-}
-#else  // quarter by quarter: gcc splits a longer shuffle into single lanes
-template <class Function> static INLINE f32x16 by_quarters(f32x16 a, f32x16 b, const Function &f) {
-    f32x4 x[4], y[4];
-    std::memcpy(x, &a, sizeof a), std::memcpy(y, &b, sizeof b);
-    for (int i = 0; i < 4; i++) x[i] = f(x[i], y[i]);
-    std::memcpy(&a, x, sizeof a);
-    return a;
-}
-
-static INLINE f32x16 low(f32x16 a, f32x16 b) {
-    return by_quarters(a, b, [](f32x4 x, f32x4 y) { return LANES(x, y, 0, 4, 1, 5); });
-}
-
-static INLINE f32x16 high(f32x16 a, f32x16 b) {
-    return by_quarters(a, b, [](f32x4 x, f32x4 y) { return LANES(x, y, 2, 6, 3, 7); });
-}
-#endif
-
 // ---- Prefetching ----
 
 constexpr int AHEAD = 40;  // rows between the one in use and the one that is prefetched
@@ -111,39 +79,32 @@ static INLINE void fetch_row(const char *row, int bytes) {
     for (int b = 0; b < bytes; b += 64) prefetch<false>(row + b);
 }
 
-// Interleave two rows of 32 bf16 within quarters: the first four of each quarter, or the last four.
-#define FIRST4(a, b) LANES(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11, 43, 16, \
-    48, 17, 49, 18, 50, 19, 51, 24, 56, 25, 57, 26, 58, 27, 59)
-#define LAST4(a, b) LANES(a, b, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46, 15, 47, 20, \
-    52, 21, 53, 22, 54, 23, 55, 28, 60, 29, 61, 30, 62, 31, 63)
-
 // Vector `i` of the values of one step, in element order: two vectors of 16 if lanes hold two elements, else
 // one. A step is one key, or with PAIRS the keys rows[0] and rows[1].
 template <class Rows, bool PAIRS, bool WHOLE>
-static INLINE void expand(const char *const *rows, int width, int i, f32x16 *out) {
-    const u32x16 lanes = Rows::template lanes<WHOLE>(rows[0], width, i);
+static INLINE void expand(const char *const *rows, int width, int i, Lanes *out) {
+    const Lanes lanes = Rows::template lanes<WHOLE>(rows[0], width, i);
     if constexpr (PAIRS) {
-        const u16x32 a = (u16x32)lanes;
-        const u16x32 b = (u16x32)Rows::template lanes<WHOLE>(rows[1], width, i);
-        out[0] = (f32x16)FIRST4(a, b), out[1] = (f32x16)LAST4(a, b);
+        const Lanes next = Rows::template lanes<WHOLE>(rows[1], width, i);
+        out[0] = low_pairs(lanes, next), out[1] = high_pairs(lanes, next);
     } else if constexpr (Rows::PAIRED) {
-        u16x16 halves[2];
-        std::memcpy(halves, &lanes, sizeof lanes);
-        out[0] = widen(halves[0]), out[1] = widen(halves[1]);
+        bf16 elements[32];
+        std::memcpy(elements, &lanes, sizeof lanes);
+        out[0] = lanes_at((const bf16 *)elements), out[1] = lanes_at((const bf16 *)elements + 16);
     } else {
-        out[0] = (f32x16)lanes;
+        out[0] = lanes;
     }
 }
 
 // Vector `i` of the keys rows[0] and rows[1] with interleaved lanes, so that one instruction multiplies both:
 // four vectors if each key takes two, else two.
 template <class Rows, bool PAIRS, bool WHOLE>
-static INLINE void join(const char *const *rows, int width, int i, f32x16 *out) {
+static INLINE void join(const char *const *rows, int width, int i, Lanes *out) {
     constexpr int M = Rows::PAIRED && !PAIRS ? 2 : 1;
-    f32x16 a[M], b[M];
+    Lanes a[M], b[M];
     if constexpr (PAIRS) {
-        a[0] = (f32x16)Rows::template lanes<WHOLE>(rows[0], width, i);
-        b[0] = (f32x16)Rows::template lanes<WHOLE>(rows[1], width, i);
+        a[0] = Rows::template lanes<WHOLE>(rows[0], width, i);
+        b[0] = Rows::template lanes<WHOLE>(rows[1], width, i);
     } else {
         expand<Rows, false, WHOLE>(rows, width, i, a);
         expand<Rows, false, WHOLE>(rows + 1, width, i, b);
@@ -152,15 +113,13 @@ static INLINE void join(const char *const *rows, int width, int i, f32x16 *out) 
 }
 
 // Stores vector `i` of a line, or with WIDE the two vectors of floats of its pairs, `apart` floats apart.
-template <bool WIDE> static INLINE void put(float *line, int i, int apart, f32x16 v) {
-#if defined(__AVX512BF16__)
+template <bool WIDE> static INLINE void put(float *line, int i, int apart, Lanes v) {
     if constexpr (WIDE) {
-        store(line + i * 2 * apart, odd_elements((u32x16)v));
-        store(line + i * 2 * apart + apart, even_elements((u32x16)v));
-        return;
+        store(line + i * 2 * apart, odd_elements(v));
+        store(line + i * 2 * apart + apart, even_elements(v));
+    } else {
+        store(line + i * apart, v);
     }
-#endif
-    store(line + i * apart, v);
 }
 
 // Lays out the keys [from, to) in pairs; those from key k on are at keys[k / 2 * stride]. WIDE: each vector
@@ -171,7 +130,7 @@ static inline void lay_out_keys(const char *const *rows, int width, int from, in
     constexpr int VECTORS = Rows::PAIRED && !PAIRS ? 4 : 2;
     for (int k = from; k < to; k += 2)
         each_vector<Rows>(width, [&](int i, auto whole) {
-            f32x16 out[VECTORS];
+            Lanes out[VECTORS];
             fetch<Rows>(rows + k, width, i), fetch<Rows>(rows + k + 1, width, i);
             join<Rows, PAIRS, whole.value>(rows + k, width, i, out);
             for (int n = 0; n < VECTORS; n++)
@@ -188,7 +147,7 @@ static inline void lay_out_values(const char *const *rows, int width, int from, 
     for (int s = from / KEYS; s * KEYS < to; s++) {
         each_vector<Rows>(width, [&](int i, auto whole) {
             for (int k = 0; k < KEYS; k++) fetch<Rows>(rows + s * KEYS + k, width, i);
-            f32x16 out[VECTORS];
+            Lanes out[VECTORS];
             expand<Rows, PAIRS, whole.value>(rows + s * KEYS, width, i, out);
             for (int n = 0; n < VECTORS; n++) {
                 if constexpr (WIDE)

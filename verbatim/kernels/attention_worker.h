@@ -148,7 +148,7 @@ template <class Rows, class Step> class Attention {
           v_bytes(Rows::bytes((int)p.value_size)),
           q_stride((int)(p.key_size + 31) / 32 * (PAIRS ? 32 : 64)),
           vectors(sums_of(p, PAIRS)), v_stride((vectors + 1) / 2 * 32),
-          wide_stride(PAIRS && num_lines > FEW && uses_floats() ? 2 * q_stride : 0),
+          wide_stride(PAIRS && (!HAS_PAIRS || (num_lines > FEW && uses_floats())) ? 2 * q_stride : 0),
           memory(num_lines * (sizeof(Line) + 4 * (q_stride + wide_stride + TILE + 2 * v_stride + 1)) +
                  1024 + 4 * TILE * (std::max(q_stride, wide_stride) / 2 + v_stride) +
                  std::max(k_bytes, v_bytes)) {
@@ -206,7 +206,7 @@ template <class Rows, class Step> class Attention {
             each_vector<Row>(width, [&](int v, auto whole) {
                 constexpr int N = Row::PAIRED && !PAIRS ? 4 : 2;
                 const char *both[2] = {row, row};
-                f32x16 out[N];
+                Lanes out[N];
                 join<Row, PAIRS, whole.value>(both, width, v, out);
                 for (int n = 0; n < N; n++) store(queries + i * q_stride + (v * N + n) * 16, out[n]);
                 for (int n = 0; n < N && wide_stride; n++)
@@ -243,18 +243,16 @@ template <class Rows, class Step> class Attention {
                 locate(work, key + TILE, from, span.to, *next);
             }
             std::copy_n(next->rows, AHEAD, now->next());
-            const auto weigh_all = [&] {
-                for (int i = a; i < b; i++)
-                    factors[i] = weigh<Step>(p, lines[i], key, scores + i * TILE);
-            };
-            const int width = (int)p.key_size;
             if (b - a <= FEW) {
-                in_pieces<MOST_QUERIES>(a, b, [&](int i, auto count) {
-                    score_few<Rows, Step, count.value>(now->rows, width, now->begin, now->end,
-                                                       queries + i * q_stride, q_stride,
-                                                       scores + i * TILE);
-                });
-                weigh_all();
+                {
+                    [[maybe_unused]] const Flush<Step> flush;
+                    in_pieces<MOST_QUERIES>(a, b, [&](int i, auto count) {
+                        score_few<Rows, Step, count.value>(now->rows, (int)p.key_size, now->begin, now->end,
+                                                           lines_of<Step>(i), line_stride<Step>(),
+                                                           scores + i * TILE);
+                    });
+                }
+                weigh_all<Step>(a, b, key);
                 for (int i = a; i < b;) {
                     int same = 1;  // lines of one row see the same keys
                     while (i + same < b && lines[i + same].row == lines[i].row) same++;
@@ -265,36 +263,48 @@ template <class Rows, class Step> class Attention {
                 }
                 continue;
             }
-            if (wide_stride) use_tile<PAIRS>(a, b, key, *now, weigh_all);
-            else use_tile<false>(a, b, key, *now, weigh_all);
+            if constexpr (PAIRS && HAS_PAIRS) {
+                if (wide_stride) {
+                    use_tile<Wide>(a, b, key, *now);
+                    continue;
+                }
+            }
+            use_tile<Step>(a, b, key, *now);
         }
     }
 
-    // Adds a tile to the lines [a, b). WIDE: computed with floats (wide.h).
-    template <bool WIDE, class Weigh>
-    void use_tile(int a, int b, int64_t key, Tile &tile, const Weigh &weigh_all) {
-        typedef std::conditional_t<WIDE, Singles, Step> Mac;
-        const int stride = WIDE ? wide_stride : q_stride;
-        const float *lines_of = WIDE ? wide_queries : queries;
+    template <class Mac> const float *lines_of(int i) const {
+        return Mac::PARTS == 2 ? wide_queries + i * wide_stride : queries + i * q_stride;
+    }
+    template <class Mac> int line_stride() const { return Mac::PARTS == 2 ? wide_stride : q_stride; }
+
+    template <class Mac> void weigh_all(int a, int b, int64_t key) {
+        for (int i = a; i < b; i++) factors[i] = weigh<Mac>(p, lines[i], key, scores + i * TILE);
+    }
+
+    // Adds a tile to the lines [a, b), multiplied by `Mac`.
+    template <class Mac> void use_tile(int a, int b, int64_t key, Tile &tile) {
+        constexpr bool WIDE = Mac::PARTS == 2;
+        const int stride = line_stride<Mac>();
         lay_out_keys<Rows, PAIRS, WIDE>(tile.rows, (int)p.key_size, tile.begin, tile.end, keys, stride);
         {  // a score so small that it is flushed has no effect on its weight
-            [[maybe_unused]] const FlushSubnormals<WIDE> flush;
+            [[maybe_unused]] const Flush<Mac> flush;
             in_pieces<MOST_QUERIES>(a, b, [&](int i, auto count) {
-                score_lines<Mac, count.value>(lines_of + i * stride, stride, keys, tile.begin, tile.end,
+                score_lines<Mac, count.value>(lines_of<Mac>(i), stride, keys, tile.begin, tile.end,
                                               scores + i * TILE);
             });
         }
-        weigh_all();
-#if defined(__AVX512BF16__)
-        for (int i = a; WIDE && i < b; i++) widen_weights(scores + i * TILE);
-#endif
+        weigh_all<Mac>(a, b, key);
         lay_out_values<Rows, PAIRS, WIDE>(tile.values(), (int)p.value_size, tile.first, tile.last, values,
                                           v_stride);
-        in_pieces<LINES>(a, b, [&](int i, auto count) { add_lines<count.value, WIDE>(i, key); });
+        in_pieces<LINES>(a, b, [&](int i, auto count) { add_lines<Mac, count.value>(i, key); });
     }
 
     // Adds the values of a tile for L lines that see the same keys.
     template <int L> void add_few(int i, int64_t key, const char *const *rows) {
+        if constexpr (Step::PARTS == 2)
+            for (int l = i; l < i + L; l++) rescale(l);
+        [[maybe_unused]] const Flush<Step> flush;
         const int from = (int)std::max<int64_t>(lines[i].from - key, 0);
         const int to = (int)std::min<int64_t>(lines[i].to - key, TILE);
         const int width = (int)p.value_size, whole = width / (Rows::PAIRED ? 32 : 16);
@@ -330,28 +340,27 @@ template <class Rows, class Step> class Attention {
     }
 
     // Adds the values of L lines: keys that all of them see together, those before and after line by line.
-    template <int L, bool WIDE> INLINE void add_lines(int i, int64_t key) {
+    template <class Mac, int L> INLINE void add_lines(int i, int64_t key) {
         const auto from = [&](int j) { return (int)std::max<int64_t>(lines[j].from - key, 0); };
         const auto to = [&](int j) { return (int)std::min<int64_t>(lines[j].to - key, TILE); };
         const int begin = (from(i + L - 1) + KEYS - 1) / KEYS, end = to(i) / KEYS;
         if (begin < end) {
             for (int j = i; j < i + L; j++)
-                if (from(j) < begin * KEYS) add_steps<WIDE>(j, from(j), begin * KEYS);
-            for (int j = i; WIDE && j < i + L; j++) rescale(j);
-            [[maybe_unused]] const FlushSubnormals<WIDE> flush;
-            in_pieces<L <= 2 && VECTORS == 4 ? 4 : VECTORS>(0, vectors, [&](int u, auto count) {
-                typedef std::conditional_t<WIDE, Singles, Step> Mac;
-                constexpr int EACH = WIDE ? KEYS : 1;
-                add_values<Mac, L, count.value>(scores + i * TILE, values + u * 16, v_stride,
-                                                begin * EACH, end * EACH, acc + i * v_stride + u * 16,
-                                                factors + i);
-            });
+                if (from(j) < begin * KEYS) add_steps<Mac>(j, from(j), begin * KEYS);
+            for (int j = i; Mac::PARTS == 2 && j < i + L; j++) rescale(j);
+            {
+                [[maybe_unused]] const Flush<Mac> flush;
+                in_pieces<L <= 2 && VECTORS == 4 ? 4 : VECTORS>(0, vectors, [&](int u, auto count) {
+                    add_values<Mac, L, count.value>(scores + i * TILE, values + u * 16, v_stride, begin, end,
+                                                    acc + i * v_stride + u * 16, factors + i);
+                });
+            }
             for (int j = i; j < i + L; j++) {
                 factors[j] = 1;
-                if (to(j) > end * KEYS) add_steps<WIDE>(j, end * KEYS, to(j));
+                if (to(j) > end * KEYS) add_steps<Mac>(j, end * KEYS, to(j));
             }
         } else {
-            for (int j = i; j < i + L; j++) add_steps<WIDE>(j, from(j), to(j));
+            for (int j = i; j < i + L; j++) add_steps<Mac>(j, from(j), to(j));
         }
     }
 
@@ -364,19 +373,15 @@ template <class Rows, class Step> class Attention {
     }
 
     // Adds the values of keys [from, to) of the tile to one line, step by step.
-    template <bool WIDE> void add_steps(int i, int from, int to) {
+    template <class Mac> void add_steps(int i, int from, int to) {
         rescale(i);
         float *sums = acc + i * v_stride;
-        [[maybe_unused]] const FlushSubnormals<WIDE> flush;
+        [[maybe_unused]] const Flush<Mac> flush;
         for (int step = from / KEYS; step * KEYS < to; step++) {
             uint32_t seen = 0xffffffffu;
             if (PAIRS && step * KEYS < from) seen &= 0xffff0000u;
             if (PAIRS && step * KEYS + 1 >= to) seen &= 0xffffu;
-            if constexpr (WIDE) {
-                const uint32_t odd = seen >> 16 ? ~0u : 0, even = seen & 1 ? ~0u : 0;
-                add_step<Singles>(scores + i * TILE, values, v_stride, vectors, 2 * step, odd, sums);
-                add_step<Singles>(scores + i * TILE, values, v_stride, vectors, 2 * step + 1, even, sums);
-            } else add_step<Step>(scores + i * TILE, values, v_stride, vectors, step, seen, sums);
+            add_step<Mac>(scores + i * TILE, values, v_stride, vectors, step, seen, sums);
         }
     }
 };

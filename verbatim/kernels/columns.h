@@ -17,31 +17,27 @@ constexpr int vectors(int rows) { return rows <= 6 ? 4 : 2; }
 constexpr int vectors(int rows) { return rows == 1 ? 4 : 2; }
 #endif
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-static INLINE inline Lanes spread(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-static INLINE inline Lanes add(Lanes a, Lanes b) {
-    return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
-}
-#else
-static INLINE inline Lanes spread(float x) { return splat(x); }
-static INLINE inline Lanes add(Lanes a, Lanes b) { return a + b; }
-#endif
-
 // Elements of a step that belong to one of the sixteen sums.
 template <typename T> constexpr int EACH = STEP<T> / 16;
 
-// Adds the products of row k of w: `n` columns, FULL if that is the tile's width; zeros if `there` is 0.
+// Adds the products of row k of w, or of a pair of rows, the odd one first: `n` columns, FULL if that is the
+// tile's width. Only the first `there` rows exist; the others are zeros.
 template <int R, int V, bool FULL, typename T>
 static INLINE inline void add_products(Lanes (&acc)[R][V], const Input<T> *x, int64_t x_row,
-                                       const T *w, int64_t, int n, int there) {
-    Lanes b[V];
-    each<V>([&](auto v) INLINE {
-        const int count = there ? std::max(0, std::min(16, n - 16 * v)) : 0;
-        b[v] = FULL && there ? lanes_at(w + 16 * v) : lanes_first(w + 16 * v, count);
-    });
-    each<R>([&](auto r) INLINE {
-        const Lanes a = spread(there ? to_float(x[r * x_row]) : 0.0f);
-        each<V>([&](auto v) INLINE { acc[r][v] = mac(acc[r][v], a, b[v]); });
+                                       const T *w, int64_t stride, int n, int there) {
+    each<PARTS<T>>([&](auto part) INLINE {
+        constexpr int ROW = PARTS<T> - 1 - part;
+        const bool exists = there > ROW;
+        const T *at = w + ROW * stride;
+        Lanes b[V];
+        each<V>([&](auto v) INLINE {
+            const int count = exists ? std::max(0, std::min(16, n - 16 * v)) : 0;
+            b[v] = FULL && exists ? lanes_at(at + 16 * v) : lanes_first(at + 16 * v, count);
+        });
+        each<R>([&](auto r) INLINE {
+            const Lanes a = spread(exists ? to_float(x[r * x_row + 16 * part]) : 0.0f);
+            each<V>([&](auto v) INLINE { acc[r][v] = mac(acc[r][v], a, b[v]); });
+        });
     });
 }
 static INLINE inline void in_order(Lanes *, int, const float *) {}
@@ -91,9 +87,10 @@ static NOINLINE void column_tile(const Place<T> &p, const T *w, int64_t stride, 
     const int64_t steps = (end - begin) / S, x_step = S * p.x_step;
     const int rest = (int)((end - begin) % S);
     auto *sums = (Lanes(*)[R][V])kept;
+    constexpr int APART = EACH<T> / PARTS<T>;  // elements of a row's step between two sums
     for (int lane = 0; lane < 16; lane++) {
         fetch(lane);
-        const Input<T> *x = p.x + EACH<T> * lane + begin / S * x_step;
+        const Input<T> *x = p.x + APART * lane + begin / S * x_step;
         const T *at = w + EACH<T> * lane * stride;
         Lanes acc[R][V];
         each<R>([&](auto r) INLINE {

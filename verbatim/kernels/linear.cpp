@@ -6,6 +6,8 @@
 // The sequence: sixteen float accumulators along K, summed by vb::sum's tree. It is the same for w [N, K], as
 // in nn.Linear, and for w [K, N], as in GPT-2.
 //
+// Products of bf16 flush subnormals, since AVX-512's dot product does (wide.h).
+//
 // Plain weights are read in place and never packed. Quantized ones are dequantized to bf16 or float, a strip
 // at a time or in registers, and then multiplied in the same way. w[K, N] is read in place for few rows
 // (columns.h), and transposed to w[N, K] for more, a strip at a time (transpose.h). The bias is added in
@@ -156,6 +158,7 @@ static Place<T> place(const Work<T> &work, const Strip &strip, int64_t row, int6
 
 template <typename T>
 static void few_rows(const Work<T> &work, const Strip &strip, const char *after) {
+    [[maybe_unused]] const FlushSubnormals<IS_BF16<T>> flush;
     const Place<T> p = place(work, strip, 0, work.rows);
     const T *begin = (const T *)strip.begin<T>();
     const int64_t stride = strip.matrix->stride;
@@ -177,9 +180,10 @@ template <typename T> static int64_t even(int64_t whole, int64_t most) {
 // `at(row, height)` is the place of a panel. The panels share the prefetching of the strip `after`,
 // evenly if it takes all of them, so that memory is never idle. Its columns are `after_stride` bytes apart.
 template <typename W, typename T, typename At, typename Weights>
-static void panels(const Work<T> &work, const Strip &strip, int64_t row, int64_t row_end, int64_t depth,
+static void panels(const Strip &strip, int64_t row, int64_t row_end, int64_t depth,
                    Weights weights, int64_t stride, bool cold, const char *after,
                    int64_t after_stride, At at) {
+    [[maybe_unused]] const FlushSubnormals<IS_BF16<T>> flush;
     const Panels<T> cut{row, row_end};
     const int64_t count = cut.count(), size = sizeof(W);
     const int64_t segment = count == 1 ? depth : even<T>(depth, SEGMENT_BYTES / size);
@@ -272,6 +276,7 @@ static void few_rows_packed(const Work<bf16> &work, const Strip &strip, const ch
             // are converted one by one need more registers.
             constexpr bool FOUR = bits_of(code) == 4, WIDE = !FOUR && !in_pairs(code);
             constexpr int R = r.value, C = WIDE && R > 6 ? 2 : cols.value, CODE = FOUR ? TABLE : code.value;
+            const FlushSubnormals<true> flush;
             quick = packed_strip<R, C, CODE, group.value>(p, first, row, strip.width, after);
         });
     });
@@ -279,6 +284,7 @@ static void few_rows_packed(const Work<bf16> &work, const Strip &strip, const ch
     const Copied<bf16> numbers(strip, nullptr);
     of_height(work.rows, [&](auto r, auto cols) {
         constexpr int R = r.value, C = cols.value;
+        const FlushSubnormals<true> flush;
         tiles<R, places(C)>(p, numbers.data, spaced<bf16>(m.depth), 0, strip.width, 0, m.depth, nullptr,
                             FromL2{NEAR_BYTES});
     });
@@ -314,7 +320,7 @@ static void wide_panels(const Work<T> &work, const Strip &strip, int64_t row, in
                                bias ? bias + strip.col : nullptr,
                                work.out + first * work.out_stride + strip.out, work.out_stride};
     };
-    panels<float>(work, strip, row, row_end, whole, widened, apart, false, after, after_stride, at);
+    panels<float, T>(strip, row, row_end, whole, widened, apart, false, after, after_stride, at);
 }
 
 // ---- the whole product ----
@@ -331,12 +337,12 @@ static void run(const Work<T> &work, const Strip &strip, const Strip *after, int
     const Matrix &m = *strip.matrix;
     const int64_t stride = strip.stride_bytes<T>();
     const auto multiply = [&](const T *weights, int64_t apart, bool is_cold, const char *after) {
-        if constexpr (WIDENS<T>)
+        if constexpr (IS_BF16<T>)
             if (work.wide)
                 return wide_panels(work, strip, row, row_end, weights, apart, after, stride);
         const auto in_place = [=](int64_t, int64_t) { return weights; };
         const auto at = [&](int64_t first, int64_t height) { return place(work, strip, first, height); };
-        panels<T>(work, strip, row, row_end, m.depth, in_place, apart, is_cold, after, stride, at);
+        panels<T, T>(strip, row, row_end, m.depth, in_place, apart, is_cold, after, stride, at);
     };
     if (m.transposed || is_packed(m))
         return multiply(Copied<T>(strip, ahead).data, spaced<T>(m.depth), false,
@@ -474,10 +480,10 @@ static void multiply_together(std::vector<Work<T>> &works, int threads) {
     const int64_t depth = works[0].matrices->depth;
     const int64_t stride = (depth + STEP<T> - 1) / STEP<T> * STEP<T>;
     int64_t rows = 0, wide_rows = 0;
-    const bool widens = WIDENS<T> && uses_floats();
+    const bool widens = IS_BF16<T> && uses_floats();
     for (const auto &work : works) wide_rows += widens && work.rows >= WIDE_ROWS ? work.rows : 0;
     const Scratch<float> wide(wide_rows * wide_depth(depth));
-    if constexpr (WIDENS<T>)
+    if constexpr (IS_BF16<T>)
         if (wide_rows) widen_rows(works, wide.data, threads);
     for (auto &work : works) {
         if constexpr (std::is_same_v<Input<T>, T>) work.input = work.x;
@@ -593,6 +599,9 @@ INSTANCES(bf16)
 
 // Chooses how bf16 is multiplied: 1 as floats, 0 in pairs, -1 as is faster. All give the same bits.
 extern "C" void vb_choose_width(int choice) { vb::chosen_width = choice; }
+
+// Returns whether this processor multiplies pairs with the bits of floats.
+extern "C" int vb_floats_agree() { return vb::floats_agree(); }
 
 // C interface. `out_f32` keeps the result of bf16 operands in float32.
 #define EXPORT_MANY(name, T)                                                                       \

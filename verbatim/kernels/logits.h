@@ -96,7 +96,6 @@ static inline void to_double(f32x16 v, f64x8 out[2]) {
     out[0] = (f64x8)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)v));
     out[1] = (f64x8)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)v, 1));
 #else
-    typedef float f32x8 __attribute__((vector_size(32)));
     f32x8 half[2];
     std::memcpy(half, &v, sizeof half);
     for (int i = 0; i < 2; i++) out[i] = __builtin_convertvector(half[i], f64x8);

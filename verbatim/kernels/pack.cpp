@@ -65,8 +65,9 @@ static inline bool one_group(uint8_t *codes, uint8_t *head, const T *from, int s
         high_key = high_key > key ? high_key : key;
     }
     if (most > LARGEST) return false;
-    const float low = below(of_bits(key_of(low_key)) + 0.0f);
-    const float scale = away((of_bits(key_of(high_key)) - low) / LEVELS + 0.0f);  // -0 becomes 0
+    const float low = below(vb::stored_low(of_bits(key_of(low_key)) + 0.0f));
+    const float step = (of_bits(key_of(high_key)) - low) / LEVELS + 0.0f;  // -0 becomes 0
+    const float scale = away(vb::stored_scale(step));
     put_head(head, scale);
     put_head(head + 2, low);
     if (scale == 0.0f) {

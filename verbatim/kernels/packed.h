@@ -190,17 +190,6 @@ struct Heads {
 
 // ---- weights in float ----
 
-// low + scale * number, rounded once.
-static INLINE inline f32x16 weights_of(f32x16 scale, f32x16 numbers, f32x16 low) {
-#if defined(__FMA__) || defined(__AVX512F__)
-    return fma(scale, numbers, low);
-#else  // the product and the sum are exact in double, or the sum is as far from a tie as in float
-    typedef double f64x16 __attribute__((vector_size(128)));
-    const auto wide = [](f32x16 v) { return __builtin_convertvector(v, f64x16); };
-    return __builtin_convertvector(wide(scale) * wide(numbers) + wide(low), f32x16);
-#endif
-}
-
 template <int CODE> static INLINE inline f32x16 numbers_of(u8x16 codes, const float *table) {
     if constexpr (CODE == TABLE) {
 #if defined(__AVX512F__)
@@ -228,7 +217,7 @@ static INLINE inline void whole_group(T *out, const uint8_t *codes, const Head &
                                       const float *table) {
     const f32x16 s = splat(head.scale), l = splat(head.low);
     const auto put = [&](int at, u8x16 code) INLINE {
-        put_all(out + at, weights_of(s, numbers_of<CODE>(code, table), l));
+        put_all(out + at, fma(s, numbers_of<CODE>(code, table), l));
     };
     if (bits_of(CODE) == 8) {
         for (int i = 0; i < GROUP; i += 16) put(i, load_codes(codes + i));
@@ -252,7 +241,7 @@ static INLINE inline void whole_block(T *out, const uint8_t *block, const BlockH
             constexpr int KIND = CODE == NVFP4 ? TABLE : BITS4;
             const f32x16 numbers = numbers_of<KIND>(code, numbers_by_code(CODE)) - (float)block_layout(CODE).middle;
             put_all(out + 32 * i + 16 * half,
-                    weights_of(splat(heads.scale(group)), numbers, splat(heads.low(group))));
+                    fma(splat(heads.scale(group)), numbers, splat(heads.low(group))));
         }
     }
 }

@@ -36,7 +36,7 @@ static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16>
                 __m512bh weights[C];
                 each<C>([&](auto c) INLINE { weights[c] = groups[c].step(step); });
                 each<R>([&](auto r) INLINE {
-                    const __m512bh inputs = load_step(x + GROUP * R * n + 32 * (step * R + r));
+                    const __m512bh inputs = part_of<0>(x + GROUP * R * n + 32 * (step * R + r));
                     each<C>([&](auto c) INLINE { acc.of(r, c) = mac(acc.of(r, c), inputs, weights[c]); });
                 });
             });
@@ -63,6 +63,7 @@ static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16>
     if constexpr (!in_blocks(CODE)) if (row.rest) {
         bf16 last[C][GROUP];
         const bf16 *rest[C];
+        const KeepSubnormals keep;  // as the other weights are rounded
         for (int c = 0; c < C; c++) {
             const uint8_t *codes = w[c] + row.whole * BYTES;
             const uint8_t *head = w[c] + row.code_bytes + row.whole * row.head_bytes;

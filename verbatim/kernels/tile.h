@@ -171,29 +171,38 @@ template <int R, int C, typename Fetch, typename T, typename X>
 static INLINE inline void steps(Accumulators<R, C> &acc, const X *x, int64_t x_row,
                                 int64_t x_step, const T *const (&w)[C], int64_t k, int64_t end,
                                 Fetch fetch) {
-    auto step = [&](auto load) INLINE {
+    auto part = [&](auto number, auto load, auto load_row) INLINE {
 #if !defined(__AVX512F__)  // too few registers for all weights at once
-        fetch(w, k);
+        if (number == 0) fetch(w, k);
         if constexpr (R == 1) {
-            const auto a = load(x + k * x_step);
-            each<C>([&](auto c) INLINE { acc.of(0, c) = mac(acc.of(0, c), a, load(w[c] + k)); });
+            const auto a = load_row(number, x + k * x_step);
+            each<C>([&](auto c) INLINE { acc.of(0, c) = mac(acc.of(0, c), a, load(number, w[c] + k)); });
             return;
         }
         Lanes b[C];
-        each<C>([&](auto c) INLINE { b[c] = load(w[c] + k); });
+        each<C>([&](auto c) INLINE { b[c] = load(number, w[c] + k); });
 #else
-        decltype(load(w[0])) b[C];
-        each<C>([&](auto c) INLINE { b[c] = load(w[c] + k); });
-        fetch(w, k);
+        decltype(load(number, w[0])) b[C];
+        each<C>([&](auto c) INLINE { b[c] = load(number, w[c] + k); });
+        if (number == 0) fetch(w, k);
 #endif
         each<R>([&](auto r) INLINE {
-            auto a = load(x + r * x_row + k * x_step);
+            auto a = load_row(number, x + r * x_row + k * x_step);
             each<C>([&](auto c) INLINE { acc.of(r, c) = mac(acc.of(r, c), a, b[c]); });
         });
     };
-    for (; k + STEP<T> <= end; k += STEP<T>) step([](const auto *at) INLINE { return load_step(at); });
-    if (int rest = (int)(end - k))  // pads the step with zeros; this depends on K alone
-        step([rest](const auto *at) INLINE { return load_step_first(at, rest); });
+    const auto whole = [](auto number, const auto *at) INLINE { return part_of<number>(at); };
+    for (; k + STEP<T> <= end; k += STEP<T>)
+        each<PARTS<T>>([&](auto number) INLINE { part(number, whole, whole); });
+    if (int rest = (int)(end - k)) {  // pads the step with zeros; this depends on K alone
+        const auto first = [rest](auto number, const auto *at) INLINE {
+            return part_of_first<number>(at, rest);
+        };
+        each<PARTS<T>>([&](auto number) INLINE {
+            if constexpr (PARTS<T> == 2) part(number, first, whole);  // copied rows are padded
+            else part(number, first, first);
+        });
+    }
 }
 
 // Sets `w` to the beginnings of the columns' weights, which are `apart` elements apart.
@@ -219,14 +228,11 @@ static NOINLINE void tiles(const Place<O, X> &p, const T *weights, int64_t strid
         const auto here = fetch.of(col);
         const int64_t size = sizeof(T), length = end - begin;
         int64_t split = begin;
-        {
-            [[maybe_unused]] const FlushSubnormals<WIDENS<O> && std::is_same_v<T, float>> flushed;
-            if (here.bytes) {
-                split += std::max<int64_t>(0, length - here.bytes / size) / STEP<T> * STEP<T>;
-                steps(acc, x, x_row, x_step, w, begin, split, here);
-            }
-            steps(acc, x, x_row, x_step, w, split, end, here.beyond((C * stride - length) * size));
+        if (here.bytes) {
+            split += std::max<int64_t>(0, length - here.bytes / size) / STEP<T> * STEP<T>;
+            steps(acc, x, x_row, x_step, w, begin, split, here);
         }
+        steps(acc, x, x_row, x_step, w, split, end, here.beyond((C * stride - length) * size));
         if (end == depth) finish_all(p, at, acc);
         else each<R * places(C)>([&](auto i) INLINE { kept[i] = acc.at[i / 4][i % 4]; });
     }

@@ -1,9 +1,9 @@
-// Products of bf16 pairs by float arithmetic.
+// Products of bf16 pairs, by one instruction or by float arithmetic.
 //
 // AVX-512's dot product adds to each lane the product of two odd elements, then that of two even ones. It
 // rounds both sums, and flushes subnormal operands and results to zero. So two float multiply-adds in this
-// order give the same bits under FlushSubnormals, except that NaNs may differ in sign and payload. On some
-// processors they are twice as fast.
+// order give the same bits under FlushSubnormals. They are used where the instruction does not exist, and on
+// some processors they are twice as fast.
 #pragma once
 
 #include "simd.h"
@@ -14,24 +14,66 @@
 
 namespace vb {
 
-// 1: use floats, 0: use pairs, -1: what is faster.
+#if defined(__AVX512BF16__)
+constexpr bool HAS_PAIRS = true;
+#else
+constexpr bool HAS_PAIRS = false;
+#endif
+
+// 1: use floats, 0: use pairs, -1: what is faster. Without the instruction, floats are always used.
 inline std::atomic<int> chosen_width = -1;
 
-#if defined(__AVX512BF16__)
-// Flushes subnormal operands and results of float arithmetic during its lifetime.
-template <bool ON> struct FlushSubnormals {
-    const uint32_t before = ON ? _mm_getcsr() : 0;
+// Access to the register that says whether this thread's float arithmetic flushes subnormals.
+struct Subnormals {
+#if defined(__x86_64__)
+    typedef uint32_t Control;
+    static constexpr Control FLUSH = 0x8040;
+    static Control read() { return _mm_getcsr(); }
+    static void write(Control control) {
+        asm volatile("" ::: "memory");  // some compilers move loads and stores across the next line
+        _mm_setcsr(control);
+        asm volatile("" ::: "memory");
+    }
+#elif defined(__aarch64__)
+    typedef uint64_t Control;
+    static constexpr Control FLUSH = 1 << 24;
+    static Control read() {
+        Control control;
+        asm volatile("mrs %0, fpcr" : "=r"(control));
+        return control;
+    }
+    static void write(Control control) { asm volatile("msr fpcr, %0" : : "r"(control) : "memory"); }
+#else  // never: results of this size differ from those of other processors
+    typedef uint32_t Control;
+    static constexpr Control FLUSH = 0;
+    static Control read() { return 0; }
+    static void write(Control) {}
+#endif
+};
+
+// Flushes subnormals during its lifetime, if ON.
+template <bool ON> class FlushSubnormals : Subnormals {
+    const Control before = ON ? read() : 0;
+
+  public:
     FlushSubnormals() {
-        if constexpr (ON) _mm_setcsr(before | 0x8040);
+        if constexpr (ON) write(before | FLUSH);
     }
     ~FlushSubnormals() {
-        if constexpr (ON) _mm_setcsr(before);
+        if constexpr (ON) write(before);
     }
 };
 
-static inline f32x16 odd_elements(u32x16 pairs) { return (f32x16)(pairs & 0xffff0000u); }
-static inline f32x16 even_elements(u32x16 pairs) { return (f32x16)(pairs << 16); }
+// Keeps subnormals during its lifetime.
+class KeepSubnormals : Subnormals {
+    const Control before = read();
 
+  public:
+    KeepSubnormals() { write(before & ~FLUSH); }
+    ~KeepSubnormals() { write(before); }
+};
+
+#if defined(__AVX512BF16__)
 // Cycles of 500 times twelve independent steps.
 template <class Step> static inline int64_t cycles_of(Step step) {
     int64_t best = INT64_MAX;
@@ -95,13 +137,13 @@ inline bool uses_floats() {
             asm volatile("vfmadd231ps %1, %1, %0" : "+v"(sum) : "v"(one));
         });
         // A float product has half as many multiplications, and widening takes time.
-        return 5 * floats < 2 * pairs && floats_agree();
+        return 5 * floats < 2 * pairs;
     }();
     return faster;
 }
 #else
-template <bool ON> struct FlushSubnormals {};
-inline bool uses_floats() { return false; }
+static inline bool floats_agree() { return true; }
+inline bool uses_floats() { return true; }
 #endif
 
 }  // namespace vb

@@ -17,6 +17,8 @@ from torch.nn.functional import pad
 
 from verbatim.kernels.packing import HALVES, TABLES, Encoding, Packing
 
+# Elements of `AFFINE` are 0 or normal numbers, as products of bf16 flush subnormal ones to 0.
+_SMALLEST, _SMALLEST_SCALE = 2.0**-126, 2.0**-117
 _BF16_MASK = -0x10000  # the bits of a float32 that a bf16 keeps
 
 
@@ -48,9 +50,12 @@ def encode(x: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
     low, high = x.aminmax(dim=-1, keepdim=True)
     peak, zero = torch.maximum(high, -low), torch.zeros_like(low)
     if encoding is Encoding.AFFINE:
+        low = low.masked_fill((low > 0) & (low < _SMALLEST), 0.0)
+        low = low.masked_fill((low < 0) & (low > -_SMALLEST), -_SMALLEST)
         low = _round_down(low + 0.0)  # -0 becomes 0
         # The divisor is a tensor, as torch on a GPU divides by a number by multiplying with its inverse.
         step = (high - low) / torch.full_like(low, levels) + 0.0
+        step = step.masked_fill((step > 0) & (step < _SMALLEST_SCALE), _SMALLEST_SCALE)
         scale, zero = (
             y.masked_fill(~step.isfinite(), torch.nan) for y in (_round_up(step, 16), low)
         )

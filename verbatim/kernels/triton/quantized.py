@@ -40,9 +40,12 @@ def store_groups(store, row, group, x, mask, WIDTH, GROUP, BITS):
     low = tl.min(tl.where(mask, x, float("inf")), 1) + 0.0  # -0 becomes 0
     high = tl.max(tl.where(mask, x, float("-inf")), 1)
     nans = tl.sum((mask & (x != x)).to(tl.int32), 1)
+    low = tl.where((low > 0) & (low < 2.0**-126), 0.0, low)
+    low = tl.where((low < 0) & (low > -(2.0**-126)), -(2.0**-126), low)
     truncated = (low.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
     low = tl.where(low < 0, _round_away(low), truncated)
     step = tl.div_rn(high - low, tl.full(low.shape, levels, tl.float32)) + 0.0
+    step = tl.where((step > 0) & (step < 2.0**-117), 2.0**-117, step)
     finite = (tl.abs(step) < float("inf")) & (nans == 0)
     scale = _round_away(step)
     used = finite & (scale > 0)
