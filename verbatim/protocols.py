@@ -125,7 +125,7 @@ class Runner(Protocol):
         """Return the model's properties as plain values.
 
         Every placement has `architecture`, `placement`, `parameters`, `weight_bytes`, `dtype`, `layers`,
-        `kv_bytes`, `kv_dtype` and `kv_bytes_per_token`; each adds its own keys.
+        `kv_bytes`, `kv_dtype`, `kv_bytes_per_token` and `torch_functions`; each adds its own keys.
         """
         ...
 

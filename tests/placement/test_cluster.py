@@ -741,8 +741,8 @@ def test_range_of_layers_is_divided_over_stages() -> None:
 def test_machines_with_different_numerics_version_or_model_are_rejected(
     saved: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = iter(["cpu/a", "cpu/b", "cpu/a"])
-    monkeypatch.setattr(stage_share, "key_of", lambda *args: next(keys))
+    keys = iter(["cpu/a", "cpu/a", "cpu/b", "cpu/b", "cpu/a", "cpu/a"])
+    monkeypatch.setattr(stage_share, "key_of", lambda *args, **by_torch: next(keys))
     with pytest.raises(NotSupported, match=r"one has the numerics key 'cpu/[ab]' and one 'cpu/"):
         clustered(saved("gpt2"))
     monkeypatch.undo()

@@ -38,6 +38,7 @@ from verbatim import (
     TensorParallel,
     TierFailed,
     VerbatimError,
+    kernels,
     rl,
 )
 from verbatim.batch import AttentionBatch
@@ -409,16 +410,35 @@ def test_ranks_end_when_their_llm_is_collected_or_killed(folders: Folders) -> No
     until(lambda: state_of(int(done.stdout)) == "Z")
 
 
+def use_kernels(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Make other ranks use the kernels `name`."""
+
+    def hosts(*args: Any) -> LocalHosts:
+        with monkeypatch.context() as patched:
+            patched.setenv("VERBATIM_KERNELS", name)
+            return LocalHosts(*args)
+
+    monkeypatch.setattr(parallel_opening, "LocalHosts", hosts)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(kernels.available()) < 2, reason="only one instruction set was built")
+def test_ranks_with_different_instruction_sets_give_same_tokens(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = mixed_requests(6)
+    with LLM(folders("llama"), dtype="bfloat16") as llm:
+        expected = fingerprint(llm.generate(*requests))
+    use_kernels(monkeypatch, kernels.available()[-1])
+    with LLM(folders("llama"), dtype="bfloat16", placement=TensorParallel(2)) as llm:
+        assert fingerprint(llm.generate(*requests)) == expected
+
+
 @pytest.mark.slow
 def test_ranks_with_different_kernels_are_rejected(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hosts_without_kernels(*args: Any) -> LocalHosts:
-        with monkeypatch.context() as patched:
-            patched.setenv("VERBATIM_KERNELS", "none")
-            return LocalHosts(*args)
-
-    monkeypatch.setattr(parallel_opening, "LocalHosts", hosts_without_kernels)
+    use_kernels(monkeypatch, "none")
     with pytest.raises(NotSupported, match=r"rank 1 has the .* 'cpu/torch.*and rank 0 'cpu/kern"):
         LLM(folders("llama"), placement=TensorParallel(2))
 

@@ -131,7 +131,8 @@ def _measure(
             peers.append(kind(file, default_threads()))
         elif installed(kind.package):
             remarks.append(f"{kind.name} is installed: use --{kind.option} to measure it")
-    note(f"{info['model']}: {info['architecture']}, {info['dtype']}, {info['numerics_key']}")
+    facts = ("architecture", "dtype", "numerics_key", "instruction_set")
+    note(f"{info['model']}: {', '.join(str(info[name]) for name in facts)}")
     needs = Needs.of(llm.engine.config, info)
     report = measure(
         plan, Ours(llm), peers, LimitMeter(dtype), needs, lambda what: note(f"measuring {what}")

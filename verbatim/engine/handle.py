@@ -35,7 +35,7 @@ from verbatim.errors import (
     VerbatimError,
     as_exception,
 )
-from verbatim.kernels import numerics_key
+from verbatim.kernels import instruction_set, numerics_key
 from verbatim.model.patching import holds_exclusive
 from verbatim.model.products import probe_report
 from verbatim.options import dtype_name, on_cpu
@@ -455,7 +455,9 @@ class EngineHandle:
                 runner_info["kv_dtype"],
                 (runner_info.get("quantization") or {}).get("requested"),
                 runner_info.get("gpu"),
+                by_torch=bool(runner_info["torch_functions"]),
             ),
+            "instruction_set": instruction_set(),
             "probe": _probe_findings(),
         }
 

@@ -1,5 +1,7 @@
 """The compiled kernels: one library per instruction set, loaded by ctypes on first use.
 
+All of them give the same bits.
+
 `library()` is the best one for this processor, or None if the package was installed without a compiler;
 callers then use their torch references. torch must be imported first: the kernels share its OpenMP runtime,
 so that the process has only one thread pool.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -25,7 +28,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 # Incremented when the arithmetic of a kernel or a model changes; part of the numerics key.
-VERSION = 13
+VERSION = 14
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 # Best first, with the required features, named as in /proc/cpuinfo.
@@ -52,11 +55,12 @@ def _cpu_features() -> frozenset[str]:
 def available() -> tuple[str, ...]:
     """Return the instruction sets that were built and that this processor has, best first."""
     here = Path(__file__).parent
-    return tuple(
+    built = (
         name
         for name, needs in _LEVELS
         if needs <= _cpu_features() and (here / f"verbatim_{name}.so").exists()
     )
+    return tuple(name for name in built if name != "avx512_bf16" or load(name).vb_floats_agree())
 
 
 @functools.cache
@@ -74,7 +78,7 @@ def requested() -> str | None:
 
 
 def instruction_set() -> str | None:
-    """Return the instruction set in use, part of the numerics key; None for the torch references.
+    """Return the instruction set in use; None for the torch references. All give the same bits.
 
     `VERBATIM_KERNELS` selects another one of `available()`, the torch references ("none"), or "triton": the
     Triton kernels under Triton's interpreter wherever a GPU would use them, else the torch references.
@@ -82,15 +86,46 @@ def instruction_set() -> str | None:
     return _select(_override.name or requested(), available())
 
 
+@functools.cache
+def torch_arithmetic(names: str) -> str:
+    """Return a short hash of the results of torch functions, which round differently on some processors."""
+    import torch
+
+    x = (
+        torch.arange(4096, device="cpu") * 7919 % 4099 - 2049
+    ).float() / 128  # exact, from -16 to 16
+    special = {
+        "cos": lambda: torch.cos(x * 4096),
+        "sin": lambda: torch.sin(x * 4096),
+        "pow": lambda: torch.pow(1e6, x / 16),  # as the frequencies of rotary embeddings
+        "softmax": lambda: x.view(16, 256).softmax(-1),
+    }
+    digest = hashlib.sha256()
+    for name in names.split():
+        compute = special.get(name) or functools.partial(getattr(torch, name), x.abs() + 0.5)
+        digest.update(compute().numpy().tobytes())
+    return digest.hexdigest()[:6]
+
+
 def numerics_key(
-    dtype: str, kv_dtype: str, quantization: str | None = None, gpu: dict[str, Any] | None = None
+    dtype: str,
+    kv_dtype: str,
+    quantization: str | None = None,
+    gpu: dict[str, Any] | None = None,
+    *,
+    by_torch: bool = False,
 ) -> str:
     """Return the numerics key; machines with equal keys produce bit-identical outputs.
+
+    The compiled kernels give the same bits with every instruction set. The key contains a hash of torch's
+    cosines, sines and powers, which rotary embeddings are computed from; it is equal with AVX2 and AVX-512.
 
     Args:
         quantization: name of the format to which weights are rounded, or None. A quantized checkpoint's own
             format does not count: results are the same with packed and with dequantized weights.
         gpu: the GPU's `name` and whether it is `deterministic`; None: the CPU.
+        by_torch: whether the model calls functions that torch computes with other bits on other CPUs
+            (`ModelSpec.torch_functions`).
     """
     import torch
 
@@ -100,10 +135,14 @@ def numerics_key(
         fast = "" if gpu["deterministic"] else "/fast"
         name = gpu["name"].replace(" ", "-")
         return f"{name}/{computed_by}{fast}/{dtype}{packed}/kv-{kv_dtype}"
-    instructions = instruction_set()
-    computed_by = f"kernels{VERSION}-{instructions}"
-    if instructions is None:
-        computed_by = f"torch{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    parts = []
+    if instruction_set() is not None:
+        parts = [f"kernels{VERSION}", torch_arithmetic("cos sin pow")]
+    if not parts or by_torch:
+        functions = torch_arithmetic("cos sin pow tanh sqrt log log1p expm1 exp erf softmax")
+        capability = torch.backends.cpu.get_cpu_capability()
+        parts += [f"torch{torch.__version__}", capability, functions]
+    computed_by = "-".join(parts)
     return f"cpu/{computed_by}/{dtype}{packed}/kv-{kv_dtype}"
 
 

@@ -187,6 +187,13 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     for function in functions(names)
 }
 
+# Functions that torch computes with other bits on other processors, and replacements that call them.
+_BY_PROCESSOR = functions(
+    "tanh sqrt log log2 log10 log1p expm1 erf erfc tan atan atan2 asin acos sinh cosh softmax log_softmax "
+    "logsumexp logaddexp norm hypot lgamma"
+)
+_CALL_TORCH = frozenset({elu, selu, mish, rsqrt, exp2, power})
+
 # For half precision only: in float32 torch rounds correctly everywhere.
 _HALF_ONLY: dict[Any, Callable[..., Any]] = dict.fromkeys(functions("rsqrt"), rsqrt)
 _POWERS = frozenset({torch.pow, Tensor.pow, Tensor.__pow__})
@@ -291,6 +298,8 @@ class Recorder(InvariantMode):
         swapped: names of the functions.
         callers: classes of the modules that call them, in their own forward or through a module that is not
             part of the model, such as those in transformers' table of activations.
+        torch_functions: names of functions that torch computes with other bits on other processors, except in
+            norms, routers and experts, which the kernels compute.
 
     Args:
         module: the module to be run.
@@ -300,18 +309,32 @@ class Recorder(InvariantMode):
         super().__init__()
         self.swapped: set[str] = set()
         self.callers: set[type[nn.Module]] = set()
+        self.torch_functions: set[str] = set()
         self._parts = {id(part) for part in module.modules()}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if replacement(func, args) is not None and not isinstance(args[0], GateTensor):
-            self.swapped.add(getattr(func, "__name__", repr(func)))
-            self.callers.add(self._calling_class())
+        name, ours = getattr(func, "__name__", repr(func)), replacement(func, args)
+        if ours is not None and not isinstance(args[0], GateTensor):
+            self.swapped.add(name)
+            self.callers.add(type(self._calling_module()))
+        if self._rounds_by_processor(func, args, kwargs, ours):
+            self.torch_functions.add(name)
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _calling_class(self) -> type[nn.Module]:
-        """Return the class of the innermost running module, even if it was called without its hooks."""
+    def _rounds_by_processor(
+        self, func: Any, args: tuple[Any, ...], kwargs: Any, ours: Any
+    ) -> bool:
+        if ours in _CALL_TORCH or (ours is softplus and (len(args) > 1 or kwargs)):
+            return True
+        root = func in _POWERS and isinstance(args[-1], float) and abs(args[-1]) == 0.5
+        if not root and func not in _BY_PROCESSOR:
+            return False
+        return forward_for(self._calling_module(), batch_invariant=False) is None
+
+    def _calling_module(self) -> nn.Module:
+        """Return the innermost running module, even if it was called without its hooks."""
         frame = sys._getframe()
         while True:
             assert frame.f_back is not None
@@ -319,7 +342,7 @@ class Recorder(InvariantMode):
             module: Any = frame.f_locals.get("self")
             runs = frame.f_code.co_name == "forward" or frame.f_code is _CALL
             if runs and id(module) in self._parts:
-                return type(module)
+                return module  # type: ignore[no-any-return]
 
 
 _CALL = nn.Module._call_impl.__code__

@@ -55,6 +55,7 @@ class ModelSpec:
         states: state shape of each recurrent operation, in call order.
         needs_override: names of functions that the model calls directly but must be replaced; usually none.
         override_in: classes with forwards that call these functions.
+        torch_functions: functions that the model calls and that torch computes with other bits on other CPUs.
         takes_logit_rows: whether the model's forward has `logits_to_keep`, so that the head runs only on
             requested rows.
         takes_positions: whether the model's forward has `position_ids`, or passes them on.
@@ -73,6 +74,7 @@ class ModelSpec:
     states: list[StateShape] = field(default_factory=list)
     needs_override: frozenset[str] = frozenset()
     override_in: frozenset[type[nn.Module]] = frozenset()
+    torch_functions: frozenset[str] = frozenset()
     takes_logit_rows: bool = False
     takes_positions: bool = False
     routed_modules: tuple[int, ...] = ()
@@ -242,6 +244,7 @@ def inspect_once(
         vocab_size=logits.shape[-1],
         needs_override=frozenset(recorder.swapped),
         override_in=frozenset(recorder.callers),
+        torch_functions=frozenset(recorder.torch_functions) | _tables_of(module),
         takes_logit_rows="logits_to_keep" in signature,
         takes_positions=positions,
         routed=replace(routed, replay_reason=unknown),
@@ -249,6 +252,18 @@ def inspect_once(
         indexed=indexed,
         hidden_reason=why_no_hidden(head_of(inner), head_inputs, ids.numel()),
         finite=bool(torch.isfinite(logits).all()),
+    )
+
+
+def _tables_of(module: nn.Module) -> frozenset[str]:
+    """Return the names of tables that modules computed when they were made, such as positions."""
+    return frozenset(
+        name
+        for part in module.modules()
+        for name in part._non_persistent_buffers_set
+        if (table := part._buffers.get(name)) is not None
+        and table.is_floating_point()
+        and table.dim() > 1
     )
 
 

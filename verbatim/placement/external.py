@@ -87,6 +87,7 @@ class ExternalDecoder(Decoder):
             layers=layers,
             dtype=next(floating, torch.float32),
             vocab_size=vocab_size,
+            torch_functions=frozenset({f"those of {name}"}),
             routed=Choices(reason=f"{reason}it"),
             indexed=Choices(reason=f"{reason}it"),
             hidden_reason=f"{reason}them",

@@ -186,6 +186,7 @@ class Resident(Runner):
             **({} if states is None else {"state_slots": states.num_slots}),
             **self.draft_info,
             "override": sorted(spec.needs_override),
+            "torch_functions": sorted(spec.torch_functions),
             "fused": self.decoder.fused,
             "recorded_steps": None if steps is None else steps.status,
             "experts": self.decoder.how_experts_run(),

@@ -332,6 +332,7 @@ class Clustered(Runner):
                 for name in ("kv_bytes_per_token_by_kind", "state_bytes_by_kind")
             },
             **_joined_quantization([info.get("quantization") for info in infos]),
+            "torch_functions": sorted({name for info in infos for name in info["torch_functions"]}),
             "layers": members[-1].end,
             **({"state_slots": self.num_states} if self.num_states else {}),
             **self.draft_info,

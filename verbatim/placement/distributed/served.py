@@ -47,14 +47,19 @@ def versions() -> dict[str, str]:
     }
 
 
-def key_of(loaded: LoadedModel, options: EngineOptions) -> str:
-    """Return the numerics key of a model that is about to be opened; it must be equal on all ranks."""
+def key_of(loaded: LoadedModel, options: EngineOptions, *, by_torch: bool = True) -> str:
+    """Return the numerics key of a model that is about to be opened; it must be equal on all ranks.
+
+    Args:
+        by_torch: see `numerics_key`.
+    """
     kv_dtype, kind = options.kv_dtype, loaded.quantization
     return numerics_key(
         dtype_name(inner_model(loaded.module).config.dtype),
         "auto" if kv_dtype is None else DTYPE_NAMES[kv_dtype],
         None if kind is None else kind.name,
         options.device.info(),
+        by_torch=by_torch,
     )
 
 
@@ -69,8 +74,8 @@ def check_keys(keys: Iterable[tuple[str, str]]) -> None:
         if key != expected:
             raise NotSupported(
                 f"{name} has the numerics key {key!r} and {first} {expected!r}: together, their "
-                "results would not be bit-identical to either's; all need the same processor "
-                "features or GPUs, kernels and dtypes"
+                "results would not be bit-identical to either's; all need the same kernels and dtypes, and "
+                "the same kind of GPU or CPUs on which torch rounds alike (docs/sameness.md)"
             )
 
 

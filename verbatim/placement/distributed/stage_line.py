@@ -100,7 +100,10 @@ class StageLine(StageGroup):
                     "machine: all machines of a cluster need the same files"
                 )
         opened = [member for member in [*self.members, *members] if member.shape]
-        check_keys((member.host.machine, member.shape["numerics_key"]) for member in opened)
+        by_torch = any(member.shape["torch_functions"] for member in opened)
+        check_keys(
+            (member.host.machine, member.shape["numerics_keys"][by_torch]) for member in opened
+        )
 
     def allocate(self, members: list[StageHandle], line: list[StageHandle]) -> None:
         """Allocate the KV cache on `members`; `line` has all stages in order."""

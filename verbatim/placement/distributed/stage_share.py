@@ -117,7 +117,10 @@ class StageShare(Served):
             "state_bytes": sum(state.nbytes for state in spec.states),
             "draft": part.drafts.info(),
             "limits": None if part.tiers is None else _limits_of(part.tiers, spec, part.drafts),
-            "numerics_key": key_of(loaded, options),
+            "numerics_keys": [
+                key_of(loaded, options, by_torch=by_torch) for by_torch in (False, True)
+            ],
+            "torch_functions": sorted(spec.torch_functions),
             "fingerprint": fingerprint(loaded),
             "memory": device.available_memory,
         }

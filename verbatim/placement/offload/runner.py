@@ -219,14 +219,15 @@ class Offloaded(Resident):
         return None
 
     def info(self) -> dict[str, Any]:
-        top_k = self.store.top_k
+        top_k, info = self.store.top_k, super().info()
         return {
-            **super().info(),
+            **info,
             "placement": "offload",
             "quantization": None if self.packed is None else self.packed.info(),
             "unit_tiers": {unit.name: _tiers_of(unit.slots) for unit in self.weights.units.order}
             | {layer.name: _tiers_of(layer.slots) for layer in self.weights.units.experts},
             "kv_tiers": self.store.bytes_by_tier(),
+            **({} if top_k is None else {"torch_functions": [*info["torch_functions"], "exp"]}),
             "attention": "exact" if top_k is None else f"approximate: top {top_k} keys",
             "plan_summary": plan_line(self.forecast),
             "plan": self.plan.as_dict(),
