@@ -105,7 +105,10 @@ def test_attention(kind: str, shape: Shape, dtype: torch.dtype) -> None:
     def result(some: Story, packing: Packing | None = None) -> Tensor:
         backend = kernels.instruction_set() or "none"
         pieces = [(some, 0, 147), (some, 141, 147), (some, 146, 147)]
-        return torch.cat(attend(backend, opts, shape.block_size, *pieces, packing=packing))
+        outs = attend(backend, opts, shape.block_size, *pieces, packing=packing)
+        for out in outs[1:]:  # few lines are computed directly from the rows
+            assert torch.equal(out.nan_to_num(), outs[0][-len(out) :].nan_to_num())
+        return torch.cat(outs)
 
     for name in "plain", "tiny", "subnormal", "bits":
         fields = {f: numbers(name, *getattr(what, f).shape, dtype=dtype) for f in ("k", "v")}
