@@ -91,9 +91,8 @@ def torch_arithmetic(names: str) -> str:
     """Return a short hash of the results of torch functions, which round differently on some processors."""
     import torch
 
-    x = (
-        torch.arange(4096, device="cpu") * 7919 % 4099 - 2049
-    ).float() / 128  # exact, from -16 to 16
+    # Exact numbers from -16 to 16.
+    x = (torch.arange(4096, device="cpu") * 7919 % 4099 - 2049).float() / 128
     special = {
         "cos": lambda: torch.cos(x * 4096),
         "sin": lambda: torch.sin(x * 4096),
