@@ -1,6 +1,6 @@
 """The compiled kernels: one library per instruction set, loaded by ctypes on first use.
 
-All of them give the same bits.
+Their results are bit-identical.
 
 `library()` is the best one for this processor, or None if the package was installed without a compiler;
 callers then use their torch references. torch must be imported first: the kernels share its OpenMP runtime,
@@ -78,7 +78,7 @@ def requested() -> str | None:
 
 
 def instruction_set() -> str | None:
-    """Return the instruction set in use; None for the torch references. All give the same bits.
+    """Return the instruction set in use; None for the torch references. Results are bit-identical.
 
     `VERBATIM_KERNELS` selects another one of `available()`, the torch references ("none"), or "triton": the
     Triton kernels under Triton's interpreter wherever a GPU would use them, else the torch references.
@@ -116,7 +116,7 @@ def numerics_key(
 ) -> str:
     """Return the numerics key; machines with equal keys produce bit-identical outputs.
 
-    The compiled kernels give the same bits with every instruction set. The key contains a hash of torch's
+    The compiled kernels are bit-identical with every instruction set. The key contains a hash of torch's
     cosines, sines and powers, which rotary embeddings are computed from; it is equal with AVX2 and AVX-512.
 
     Args:
