@@ -272,7 +272,7 @@ def test_closed_pipe_ends_quietly_with_status_141(monkeypatch):
             raise BrokenPipeError
 
     monkeypatch.setitem(vars(verbatim), "LLM", ScriptedLLM)
-    monkeypatch.setattr("verbatim.kernels.available", lambda: ("generic",))
+    monkeypatch.setattr("verbatim.kernels.missing", lambda: False)
     monkeypatch.setattr(sys, "stdout", Closed())
     monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
     assert exit_status(partial(generate, ["Hello"], **_nothing_given())) == 141

@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder, monkeypatch):
     # Without kernels the commands print an additional line, but the tests count the other lines.
-    monkeypatch.setattr("verbatim.kernels.available", lambda: ("generic",))
+    monkeypatch.setattr("verbatim.kernels.missing", lambda: False)
 
     def run(*args, input=b"", model=folder):
         return CliRunner().invoke(app, [*args, "--model", str(model)], input=input)

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from timeit import repeat
+from timeit import repeat, timeit
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ _MAX_READ_S = 0.5  # maximum duration of the measurement
 _WRITE_BYTES = 64_000_000  # data of the write and copy measurements
 _WEIGHT_BYTES = 64_000_000  # larger than the CPU's cache
 _MATRIX = (2048, 2048)
+_LONG_S = 1.0  # products that take longer are measured once
 _COMPUTE_BOUND_ROWS = 64  # from here on, products don't depend on whether matrices are cached
 
 
@@ -219,7 +220,9 @@ def _products(
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
-        multiply()  # warm-up; also probes torch's products if they are made batch-invariant
-        seconds = median(repeat(multiply, number=1, repeat=3))  # includes other load of the machine
+        # The first call also probes torch's products if they are made batch-invariant.
+        seconds = timeit(multiply, number=1)
+        if seconds < _LONG_S:  # then another load of the machine may have a part in it
+            seconds = median(repeat(multiply, number=1, repeat=3))
         rates.append((rows, seconds / (len(matrices) * prod(_MATRIX))))
     return tuple(rates)
