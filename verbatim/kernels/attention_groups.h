@@ -29,32 +29,31 @@ template <int BITS, bool HALF> struct PackedRows {
     static constexpr bool PAIRED = HALF;
     static int bytes(int width) { return row_bytes<BITS>(width); }
 
-    template <bool WHOLE> static INLINE Lanes lanes(const char *row, int width, int i) {
+    template <bool WHOLE> static INLINE inline f32x16 lanes(const char *row, int width, int i) {
 #if defined(__AVX512BF16__)
-        if constexpr (HALF && BITS == 4 && WHOLE) return (Lanes)look_up((const uint8_t *)row, width, i);
+        if constexpr (HALF && BITS == 4 && WHOLE) return (f32x16)look_up((const uint8_t *)row, width, i);
 #endif
         if constexpr (HALF) {
             f32x16 x[2];
             unpack<0, 2, WHOLE>((const uint8_t *)row, width, i * 32, x);
-            return as_lanes((f32x16)narrow_pairs(x[0], x[1]));
+            return (f32x16)narrow_pairs(x[0], x[1]);
         } else {
             f32x16 x;
             if (i % 2 == 0) unpack<0, 1, false>((const uint8_t *)row, width, i * 16, &x);
             else unpack<1, 1, false>((const uint8_t *)row, width, (i - 1) * 16, &x);
-            return as_lanes(x);
+            return x;
         }
     }
 
   private:
 #if defined(__AVX512BF16__)
     // Group `i` at 4 bits: its 16 possible values are computed once, and looked up by code.
-    static INLINE u32x16 look_up(const uint8_t *row, int width, int i) {
+    static INLINE inline u32x16 look_up(const uint8_t *row, int width, int i) {
         uint32_t word;
         std::memcpy(&word, row + code_bytes<4>(width) + i * 4, sizeof word);
-        const f32x16 head = splat_bits(word), low = (f32x16)((u32x16)head & 0xffff0000u);
-        const f32x16 scale = (f32x16)((u32x16)head << 16);
-        const f32x16 codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        const __m256i elements = (__m256i)_mm512_cvtneps_pbh((__m512)fma(scale, codes, low));
+        const u32x16 head = spread<u32x16>(word);
+        const f32x16 low = odd_elements(head), scale = even_elements(head);
+        const __m256i elements = (__m256i)_mm512_cvtneps_pbh((__m512)fma(scale, lane_numbers<f32x16>(), low));
         __m128i bytes;
         std::memcpy(&bytes, row + i * 16, sizeof bytes);
         const u16x32 both = (u16x32)_mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(bytes));
@@ -67,12 +66,12 @@ template <int BITS, bool HALF> struct PackedRows {
 
     // Dequantizes the first 16, the last 16 or both of the 32 elements from `e` on.
     template <int FIRST, int COUNT, bool WHOLE>
-    static INLINE void unpack(const uint8_t *row, int width, int e, f32x16 *out) {
+    static INLINE inline void unpack(const uint8_t *row, int width, int e, f32x16 *out) {
         const uint8_t *codes = row + e * BITS / 8;
         uint32_t word;
         std::memcpy(&word, row + code_bytes<BITS>(width) + e / GROUP<BITS> * 4, sizeof word);
-        const f32x16 head = splat_bits(word), low = (f32x16)((u32x16)head & 0xffff0000u);
-        const f32x16 scale = (f32x16)((u32x16)head << 16);
+        const u32x16 head = spread<u32x16>(word);
+        const f32x16 low = odd_elements(head), scale = even_elements(head);
         uint8_t last_codes[32];
         if (!WHOLE && e + 32 > width) {  // the last group is short: lay it out as a whole one
             const int n = width - e, half = (n + 1) / 2;
@@ -94,15 +93,8 @@ template <int BITS, bool HALF> struct PackedRows {
                 out[part - FIRST] = first_lanes(out[part - FIRST], width - e - 16 * part);
     }
 
-    static INLINE f32x16 splat_bits(uint32_t word) {
-        float x;
-        std::memcpy(&x, &word, sizeof x);
-        return splat(x);
-    }
-
-    static INLINE f32x16 first_lanes(f32x16 x, int n) {  // zeroes the others
-        const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        return lane < n ? x : splat(0.0f);
+    static INLINE inline f32x16 first_lanes(f32x16 x, int n) {  // zeroes the others
+        return select(lane_numbers<i32x16>() < n, x, splat(0.0f));
     }
 };
 

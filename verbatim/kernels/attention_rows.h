@@ -5,11 +5,9 @@
 // (attention_tile.h). The only computation here is dequantization.
 #pragma once
 
-#include "lanes.h"
+#include "wide.h"
 
 #include <algorithm>
-
-#define INLINE inline __attribute__((always_inline))
 
 namespace vb::attention {
 
@@ -18,17 +16,17 @@ constexpr int TILE = 64;  // keys of a tile, between two rescalings; tiles begin
 // ---- Formats of stored rows ----
 
 // Vector `i` of the lanes of a row. Only the last vector may be partial (not WHOLE); it is padded with zeros.
-template <bool WHOLE> static INLINE Lanes load_lanes(const char *row, int bytes, int i) {
-    if (WHOLE) return lanes_from(row + 64 * i);
+template <bool WHOLE> static INLINE inline f32x16 load_lanes(const char *row, int bytes, int i) {
+    if (WHOLE) return load_bits<f32x16>(row + 64 * i);
     char lanes[64] = {};
     std::memcpy(lanes, row + 64 * i, bytes - 64 * i);
-    return lanes_from(lanes);
+    return load_bits<f32x16>(lanes);
 }
 
 struct FloatRows {
     static constexpr bool PAIRED = false;
     static int bytes(int width) { return width * 4; }
-    template <bool WHOLE> static INLINE Lanes lanes(const char *row, int width, int i) {
+    template <bool WHOLE> static INLINE inline f32x16 lanes(const char *row, int width, int i) {
         return load_lanes<WHOLE>(row, width * 4, i);
     }
 };
@@ -36,7 +34,7 @@ struct FloatRows {
 struct HalfRows {
     static constexpr bool PAIRED = true;
     static int bytes(int width) { return width * 2; }
-    template <bool WHOLE> static INLINE Lanes lanes(const char *row, int width, int i) {
+    template <bool WHOLE> static INLINE inline f32x16 lanes(const char *row, int width, int i) {
         return load_lanes<WHOLE>(row, width * 2, i);
     }
 };
@@ -51,15 +49,13 @@ struct Partial {
 
 // Calls f(i, Whole or Partial) for each vector of lanes of a row.
 template <class Rows, bool EXACT = false, class Function>
-static INLINE void each_vector(int width, const Function &f) {
+static INLINE inline void each_vector(int width, const Function &f) {
     constexpr int ELEMENTS = Rows::PAIRED ? 32 : 16;
     for (int i = 0; i < width / ELEMENTS; i++) f(i, Whole());
     if (!EXACT && width % ELEMENTS) f(width / ELEMENTS, Partial());
 }
 
 // ---- Layout of a tile ----
-
-#define LANES(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 
 // ---- Prefetching ----
 
@@ -68,29 +64,29 @@ constexpr int AHEAD = 40;  // rows between the one in use and the one that is pr
 // Prefetches vector `i` of the row AHEAD of rows[0]. A core can wait for a limited number of cache lines, so
 // they are requested one by one, one per vector in use: many at once would stall the arithmetic and then
 // leave the memory idle. A longer distance would evict data in use.
-template <class Rows> static INLINE void fetch(const char *const *rows, int width, int i) {
+template <class Rows> static INLINE inline void fetch(const char *const *rows, int width, int i) {
     constexpr int ELEMENTS = Rows::PAIRED ? 32 : 16;
     const int vectors = (width + ELEMENTS - 1) / ELEMENTS;
     prefetch<false>(rows[AHEAD] + i * ((Rows::bytes(width) + vectors - 1) / vectors));
 }
 
 // Prefetches a whole row.
-static INLINE void fetch_row(const char *row, int bytes) {
+static INLINE inline void fetch_row(const char *row, int bytes) {
     for (int b = 0; b < bytes; b += 64) prefetch<false>(row + b);
 }
 
 // Vector `i` of the values of one step, in element order: two vectors of 16 if lanes hold two elements, else
 // one. A step is one key, or with PAIRS the keys rows[0] and rows[1].
 template <class Rows, bool PAIRS, bool WHOLE>
-static INLINE void expand(const char *const *rows, int width, int i, Lanes *out) {
-    const Lanes lanes = Rows::template lanes<WHOLE>(rows[0], width, i);
+static INLINE inline void expand(const char *const *rows, int width, int i, f32x16 *out) {
+    const f32x16 lanes = Rows::template lanes<WHOLE>(rows[0], width, i);
     if constexpr (PAIRS) {
-        const Lanes next = Rows::template lanes<WHOLE>(rows[1], width, i);
-        out[0] = low_pairs(lanes, next), out[1] = high_pairs(lanes, next);
+        const f32x16 next = Rows::template lanes<WHOLE>(rows[1], width, i);
+        out[0] = zip<bf16, false>(lanes, next), out[1] = zip<bf16, true>(lanes, next);
     } else if constexpr (Rows::PAIRED) {
         bf16 elements[32];
-        std::memcpy(elements, &lanes, sizeof lanes);
-        out[0] = lanes_at((const bf16 *)elements), out[1] = lanes_at((const bf16 *)elements + 16);
+        store_bits(elements, lanes);
+        out[0] = load((const bf16 *)elements), out[1] = load((const bf16 *)elements + 16);
     } else {
         out[0] = lanes;
     }
@@ -99,9 +95,9 @@ static INLINE void expand(const char *const *rows, int width, int i, Lanes *out)
 // Vector `i` of the keys rows[0] and rows[1] with interleaved lanes, so that one instruction multiplies both:
 // four vectors if each key takes two, else two.
 template <class Rows, bool PAIRS, bool WHOLE>
-static INLINE void join(const char *const *rows, int width, int i, Lanes *out) {
+static INLINE inline void join(const char *const *rows, int width, int i, f32x16 *out) {
     constexpr int M = Rows::PAIRED && !PAIRS ? 2 : 1;
-    Lanes a[M], b[M];
+    f32x16 a[M], b[M];
     if constexpr (PAIRS) {
         a[0] = Rows::template lanes<WHOLE>(rows[0], width, i);
         b[0] = Rows::template lanes<WHOLE>(rows[1], width, i);
@@ -109,14 +105,15 @@ static INLINE void join(const char *const *rows, int width, int i, Lanes *out) {
         expand<Rows, false, WHOLE>(rows, width, i, a);
         expand<Rows, false, WHOLE>(rows + 1, width, i, b);
     }
-    for (int m = 0; m < M; m++) out[2 * m] = low(a[m], b[m]), out[2 * m + 1] = high(a[m], b[m]);
+    for (int m = 0; m < M; m++)
+        out[2 * m] = zip<float, false>(a[m], b[m]), out[2 * m + 1] = zip<float, true>(a[m], b[m]);
 }
 
 // Stores vector `i` of a line, or with WIDE the two vectors of floats of its pairs, `apart` floats apart.
-template <bool WIDE> static INLINE void put(float *line, int i, int apart, Lanes v) {
+template <bool WIDE> static INLINE inline void put(float *line, int i, int apart, f32x16 v) {
     if constexpr (WIDE) {
-        store(line + i * 2 * apart, odd_elements(v));
-        store(line + i * 2 * apart + apart, even_elements(v));
+        store(line + i * 2 * apart, odd_elements((u32x16)v));
+        store(line + i * 2 * apart + apart, even_elements((u32x16)v));
     } else {
         store(line + i * apart, v);
     }
@@ -130,7 +127,7 @@ static inline void lay_out_keys(const char *const *rows, int width, int from, in
     constexpr int VECTORS = Rows::PAIRED && !PAIRS ? 4 : 2;
     for (int k = from; k < to; k += 2)
         each_vector<Rows>(width, [&](int i, auto whole) {
-            Lanes out[VECTORS];
+            f32x16 out[VECTORS];
             fetch<Rows>(rows + k, width, i), fetch<Rows>(rows + k + 1, width, i);
             join<Rows, PAIRS, whole.value>(rows + k, width, i, out);
             for (int n = 0; n < VECTORS; n++)
@@ -147,7 +144,7 @@ static inline void lay_out_values(const char *const *rows, int width, int from, 
     for (int s = from / KEYS; s * KEYS < to; s++) {
         each_vector<Rows>(width, [&](int i, auto whole) {
             for (int k = 0; k < KEYS; k++) fetch<Rows>(rows + s * KEYS + k, width, i);
-            Lanes out[VECTORS];
+            f32x16 out[VECTORS];
             expand<Rows, PAIRS, whole.value>(rows + s * KEYS, width, i, out);
             for (int n = 0; n < VECTORS; n++) {
                 if constexpr (WIDE)

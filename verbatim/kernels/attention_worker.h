@@ -63,8 +63,8 @@ static inline void begin(Line &line, const Problem &p, int64_t sequence, int64_t
     line.slope = p.slopes ? p.slopes[head] : 0;
     // A sink is a logit before the first key, without a value.
     line.all.largest = p.sinks ? p.sinks[row * p.sink_stride + head] : -INFINITY;
-    line.all.total = splat(0.0f);
-    if (line.all.largest > -INFINITY) line.all.total[0] = 1;
+    const float weight = line.all.largest > -INFINITY ? 1 : 0;
+    line.all.total = load_first(&weight, 1);
 }
 
 // The number of vectors of a line's sums of values; even with `pairs`.
@@ -93,26 +93,28 @@ static inline bool sees(const Line &line, int64_t segment) {
 }
 
 // Writes the output of a line. With `pairs`, sums are interleaved by quarters, as by `expand`.
-static inline void finish(const Line &line, const float *acc, const Problem &p, bool pairs) {
+template <typename T>
+static inline void write(const Line &line, const float *acc, const Problem &p, bool pairs) {
     const float total = sum(line.all.total);
     const float factor = total == 0 ? 0 : 1 / total;  // 0: the row sees no keys
-    const int64_t at = (line.row * p.heads + line.head) * p.value_size;
-    for (int e = 0; e < p.value_size; e += 16) {
-        f32x16 x = load(acc + e);
-        if (pairs) {
-            const f32x16 a = load(acc + e / 32 * 32), b = load(acc + e / 32 * 32 + 16);
-            x = e % 32 ? LANES(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)
-                       : LANES(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-        }
-        x = x * factor;
-        const int n = std::min<int>(16, (int)p.value_size - e);
-        if (p.q_is_bf16) {
-            const u16x16 rounded = narrow(x);
-            std::memcpy((bf16 *)p.out + at + e, &rounded, n * sizeof(bf16));
-        } else {
-            store_first((float *)p.out + at + e, x, n);
-        }
+    const int width = (int)p.value_size;
+    T *out = (T *)p.out + (line.row * p.heads + line.head) * width;
+    for (int e = 0; e < (pairs ? (width + 31) / 32 * 32 : width); e += 16) {
+        const f32x16 x = load(acc + e) * factor;
+        T lanes[16];
+        store(lanes, x);
+        if (!pairs) std::memcpy(out + e, lanes, std::min(16, width - e) * sizeof(T));
+        else
+            for (int i = 0; i < 4; i++) {
+                const int at = e / 32 * 32 + e % 32 / 4 + 8 * i, n = std::min(4, width - at);
+                if (n > 0) std::memcpy(out + at, lanes + 4 * i, n * sizeof(T));
+            }
     }
+}
+
+static inline void finish(const Line &line, const float *acc, const Problem &p, bool pairs) {
+    if (p.q_is_bf16) write<bf16>(line, acc, p, pairs);
+    else write<float>(line, acc, p, pairs);
 }
 
 // Rows: the format of keys and values. Step: their multiplication.
@@ -206,7 +208,7 @@ template <class Rows, class Step> class Attention {
             each_vector<Row>(width, [&](int v, auto whole) {
                 constexpr int N = Row::PAIRED && !PAIRS ? 4 : 2;
                 const char *both[2] = {row, row};
-                Lanes out[N];
+                f32x16 out[N];
                 join<Row, PAIRS, whole.value>(both, width, v, out);
                 for (int n = 0; n < N; n++) store(queries + i * q_stride + (v * N + n) * 16, out[n]);
                 for (int n = 0; n < N && wide_stride; n++)

@@ -7,8 +7,6 @@
 
 #include "simd.h"
 
-#define INLINE __attribute__((always_inline))
-
 namespace {
 
 using namespace vb;
@@ -71,11 +69,8 @@ static INLINE inline f32x16 from_fp8(u8x16 codes) {
 static INLINE inline f32x16 from_fp8(u8x16 codes) {
     const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)codes), 7);
     const __m256i halves = _mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80));
-    __m256 out[2] = {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
-                     _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
-    f32x16 v;
-    std::memcpy(&v, out, sizeof v);
-    return v;
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+            _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
 }
 #else
 static INLINE inline f32x16 from_fp8(u8x16 codes) {
@@ -87,7 +82,8 @@ static INLINE inline f32x16 from_fp8(u8x16 codes) {
 
 // The bits that a plane has of a step of 32 codes, shifted to begin at bit `left`.
 static INLINE inline u8x32 plane_codes(const uint8_t *block, const Plane &plane, int step, int left) {
-    const auto words = bytes_at<u16x16>(block + plane.byte(step));
+    typedef uint16_t Words __attribute__((vector_size(32)));
+    const auto words = bytes_at<Words>(block + plane.byte(step));
     const int right = plane.shift(step) - left;
     const uint8_t mask = (uint8_t)(((1 << plane.bits) - 1) << left);
     return (u8x32)(right < 0 ? words << -right : words >> right) & mask;
@@ -153,7 +149,7 @@ template <int CODE> struct BlockHeads {
         return (f32x16)((u32x16)all ^ places << 31);
 #else
         const float d = half_at(block), m = -half_at(block + 2);
-        return f32x16{d, d, d, d, d, d, d, d, m, m, m, m, m, m, m, m};
+        return select(lane_numbers<i32x16>() < 8, splat(d), splat(m));
 #endif
     }
 };

@@ -23,30 +23,30 @@ template <typename T> constexpr int EACH = STEP<T> / 16;
 // Adds the products of row k of w, or of a pair of rows, the odd one first: `n` columns, FULL if that is the
 // tile's width. Only the first `there` rows exist; the others are zeros.
 template <int R, int V, bool FULL, typename T>
-static INLINE inline void add_products(Lanes (&acc)[R][V], const Input<T> *x, int64_t x_row,
+static INLINE inline void add_products(f32x16 (&acc)[R][V], const Input<T> *x, int64_t x_row,
                                        const T *w, int64_t stride, int n, int there) {
     each<PARTS<T>>([&](auto part) INLINE {
         constexpr int ROW = PARTS<T> - 1 - part;
         const bool exists = there > ROW;
         const T *at = w + ROW * stride;
-        Lanes b[V];
+        f32x16 b[V];
         each<V>([&](auto v) INLINE {
             const int count = exists ? std::max(0, std::min(16, n - 16 * v)) : 0;
-            b[v] = FULL && exists ? lanes_at(at + 16 * v) : lanes_first(at + 16 * v, count);
+            b[v] = FULL && exists ? load(at + 16 * v) : load_first(at + 16 * v, count);
         });
         each<R>([&](auto r) INLINE {
-            const Lanes a = spread(exists ? to_float(x[r * x_row + 16 * part]) : 0.0f);
+            const f32x16 a = splat(exists ? to_float(x[r * x_row + 16 * part]) : 0.0f);
             each<V>([&](auto v) INLINE { acc[r][v] = mac(acc[r][v], a, b[v]); });
         });
     });
 }
-static INLINE inline void in_order(Lanes *, int, const float *) {}
+static INLINE inline void in_order(f32x16 *, int, const float *) {}
 
 #if defined(__AVX512BF16__)
 // Two rows of w, interleaved for the dot product of pairs. This leaves columns 0-3, 8-11, .. in one
 // accumulator and 4-7, 12-15, .. in the next.
 template <int R, int V, bool FULL>
-static INLINE inline void add_products(Lanes (&acc)[R][V], const bf16 *x, int64_t x_row, const bf16 *w,
+static INLINE inline void add_products(f32x16 (&acc)[R][V], const bf16 *x, int64_t x_row, const bf16 *w,
                                        int64_t stride, int n, int there) {
     __m512bh b[V];
     each<V / 2>([&](auto i) INLINE {
@@ -67,7 +67,7 @@ static INLINE inline void add_products(Lanes (&acc)[R][V], const bf16 *x, int64_
         each<V>([&](auto v) INLINE { acc[r][v] = mac(acc[r][v], a, b[v]); });
     });
 }
-static INLINE inline void in_order(Lanes *v, int count, const bf16 *) {
+static INLINE inline void in_order(f32x16 *v, int count, const bf16 *) {
     for (int i = 0; i < count; i += 2) {
         const f32x16 a = v[i], b = v[i + 1];
         v[i] = PICK(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
@@ -75,26 +75,26 @@ static INLINE inline void in_order(Lanes *v, int count, const bf16 *) {
     }
 }
 #else
-static INLINE inline void in_order(Lanes *, int, const bf16 *) {}
+static INLINE inline void in_order(f32x16 *, int, const bf16 *) {}
 #endif
 
 // Computes columns `col` to `col + n` over the part `begin` to `end` of K; `w` are their weights at `begin`.
 // Calls `fetch` for each of the sixteen sums.
 template <int R, bool FULL, typename T, typename Fetch>
 static NOINLINE void column_tile(const Place<T> &p, const T *w, int64_t stride, int64_t col, int n,
-                                 int64_t begin, int64_t end, Lanes *kept, Fetch fetch) {
+                                 int64_t begin, int64_t end, f32x16 *kept, Fetch fetch) {
     constexpr int V = vectors(R), S = STEP<T>;
     const int64_t steps = (end - begin) / S, x_step = S * p.x_step;
     const int rest = (int)((end - begin) % S);
-    auto *sums = (Lanes(*)[R][V])kept;
+    auto *sums = (f32x16(*)[R][V])kept;
     constexpr int APART = EACH<T> / PARTS<T>;  // elements of a row's step between two sums
     for (int lane = 0; lane < 16; lane++) {
         fetch(lane);
         const Input<T> *x = p.x + APART * lane + begin / S * x_step;
         const T *at = w + EACH<T> * lane * stride;
-        Lanes acc[R][V];
+        f32x16 acc[R][V];
         each<R>([&](auto r) INLINE {
-            each<V>([&](auto v) INLINE { acc[r][v] = begin ? sums[lane][r][v] : Lanes{}; });
+            each<V>([&](auto v) INLINE { acc[r][v] = begin ? sums[lane][r][v] : f32x16{}; });
         });
         for (int64_t i = 0; i < steps; i++, x += x_step, at += S * stride)
             add_products<R, V, FULL>(acc, x, p.x_row, at, stride, n, EACH<T>);
@@ -107,16 +107,16 @@ static NOINLINE void column_tile(const Place<T> &p, const T *w, int64_t stride, 
     for (int width = 8; width; width /= 2)  // by the tree of vb::sum
         for (int i = 0; i < width; i++)
             for (int r = 0; r < R; r++)
-                for (int v = 0; v < V; v++) sums[i][r][v] = add(sums[i][r][v], sums[i + width][r][v]);
+                for (int v = 0; v < V; v++) sums[i][r][v] = sums[i][r][v] + sums[i + width][r][v];
     for (int r = 0; r < R; r++) {
         in_order(sums[0][r], V, w);
         (p.out + r * p.out_stride + col).as_pointer([&](auto *out) INLINE {
             for (int i = 0; i < n; i += 16, out += 16) {
                 const int count = std::min(16, n - i);
-                f32x16 v = as_vector(sums[0][r][i / 16]);
+                f32x16 v = sums[0][r][i / 16];
                 if (p.bias) v += load_first(p.bias + col + i, count);
                 std::remove_pointer_t<decltype(out)> lanes[16];
-                store_all(lanes, v);
+                store(lanes, v);
                 std::memcpy(out, lanes, count * sizeof *lanes);
             }
         });
@@ -129,7 +129,7 @@ static void column_strip(const Place<T> &p, const T *w, int64_t stride, int64_t 
     constexpr int COLS = 16 * vectors(R), SUMS = 16 * R * vectors(R);
     const int64_t tiles = (width + COLS - 1) / COLS, bytes = width * (int64_t)sizeof(T);
     const int64_t rows = (PART_DEPTH + 16 * tiles - 1) / (16 * tiles);  // to prefetch for each sum
-    const Scratch<Lanes> kept(tiles * SUMS);
+    const Scratch<f32x16> kept(tiles * SUMS);
     for (int64_t begin = 0; begin == 0 || begin < p.depth; begin += PART_DEPTH) {
         const int64_t end = std::min(begin + PART_DEPTH, p.depth);
         const char *next = end < p.depth ? (const char *)(w + end * stride) : after;

@@ -59,18 +59,6 @@ enum Rotation : int32_t {
 };
 constexpr int64_t MOST_SPREAD = 512;  // dimensions
 
-static inline void keep(float *p, f32x16 v) { store(p, v); }
-static inline void keep(bf16 *p, f32x16 v) {
-    u16x16 bits = narrow(v);
-    std::memcpy(p, &bits, sizeof bits);
-}
-
-template <typename T> static inline void keep_first(T *p, f32x16 v, int n) {
-    T lanes[16];
-    keep(lanes, v);
-    std::memcpy(p, lanes, n * sizeof(T));
-}
-
 // Rounds to the nearest values of T.
 template <typename T> static inline f32x16 rounded(f32x16 v) { return v; }
 template <> inline f32x16 rounded<bf16>(f32x16 v) { return widen(narrow(v)); }
@@ -79,9 +67,9 @@ template <> inline f32x16 rounded<bf16>(f32x16 v) { return widen(narrow(v)); }
 template <typename T, typename F> static inline void each_lane(T *out, int64_t width, F f) {
     int64_t k = 0;
     for (; k + 16 <= width; k += 16)
-        keep(out + k, f([k](const auto *p) { return load(p + k); }));
+        store(out + k, f([k](const auto *p) { return load(p + k); }));
     if (const int rest = (int)(width - k))
-        keep_first(out + k, f([k, rest](const auto *p) { return load_first(p + k, rest); }), rest);
+        store_first(out + k, f([k, rest](const auto *p) { return load_first(p + k, rest); }), rest);
 }
 
 // Accumulates total = f(total, x) over a row, lane by lane, and returns the sum of the lanes.
@@ -131,29 +119,29 @@ template <typename T> static inline void norm_row(T *out, const T *x, const Norm
 
 // x / (1 + exp(-x)), with an exponential that never overflows.
 static inline f32x16 silu(f32x16 x) {
-    f32x16 e = exp_nonpositive(x > 0.0f ? -x : x);
-    return (x > 0.0f ? x : x * e) / (1.0f + e);
+    f32x16 e = exp_nonpositive(select(x > 0.0f, -x, x));
+    return select(x > 0.0f, x, x * e) / (1.0f + e);
 }
 
 // 1 / (1 + exp(-x)).
 static inline f32x16 sigmoid(f32x16 x) {
-    f32x16 e = exp_nonpositive(x > 0.0f ? -x : x);
-    return (x > 0.0f ? splat(1.0f) : e) / (1.0f + e);
+    f32x16 e = exp_nonpositive(select(x > 0.0f, -x, x));
+    return select(x > 0.0f, splat(1.0f), e) / (1.0f + e);
 }
 
 // exp(x); infinite above 87.
 static inline f32x16 exponential(f32x16 x) {
-    f32x16 e = exp_nonpositive(x > 0.0f ? -x : x);
-    return x > 0.0f ? 1.0f / e : e;
+    f32x16 e = exp_nonpositive(select(x > 0.0f, -x, x));
+    return select(x > 0.0f, 1.0f / e, e);
 }
 
 // log(1 + exp(x)) = max(x, 0) + log(1 + e) with e = exp(-|x|). With s = e / (2 + e), at most 1/3, log(1 + e)
 // = 2 (s + s^3 / 3 + s^5 / 5 + ...); the terms after s^15 are less than 3e-9.
 static inline f32x16 softplus(f32x16 x) {
-    const f32x16 e = exp_nonpositive(x > 0.0f ? -x : x), s = e / (2.0f + e), square = s * s;
+    const f32x16 e = exp_nonpositive(select(x > 0.0f, -x, x)), s = e / (2.0f + e), square = s * s;
     f32x16 series = splat(1.0f / 15);
     for (int n = 13; n > 1; n -= 2) series = fma(series, square, splat(1.0f / (float)n));
-    return (x > 0.0f ? x : splat(0.0f)) + 2.0f * fma(series * square, s, s);
+    return select(x > 0.0f, x, splat(0.0f)) + 2.0f * fma(series * square, s, s);
 }
 
 static inline f32x16 gelu_tanh(f32x16 x) {
@@ -164,15 +152,15 @@ static inline f32x16 gelu_tanh(f32x16 x) {
 // x times the Gaussian distribution function, by 7.1.26 of Abramowitz and Stegun: the function of -|x| is
 // polynomial(t) * exp(-x^2 / 2) / 2 with t = 1 / (1 + 0.3275911 |x| / sqrt(2)), with an error below 8e-8.
 static inline f32x16 gelu(f32x16 x) {
-    const f32x16 size = x > 0.0f ? x : -x, t = 1.0f / (1.0f + 0.2316418952842616f * size);
+    const f32x16 size = select(x > 0.0f, x, -x), t = 1.0f / (1.0f + 0.2316418952842616f * size);
     f32x16 polynomial = splat(1.061405429f);
     for (const float c : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f})
         polynomial = fma(polynomial, t, splat(c));
     const f32x16 below = 0.5f * (polynomial * t) * exp_nonpositive(-0.5f * (x * x));
-    return x * (x > 0.0f ? 1.0f - below : below);
+    return x * select(x > 0.0f, 1.0f - below, below);
 }
 
-static inline f32x16 relu(f32x16 x) { return x <= 0.0f ? splat(0.0f) : x; }
+static inline f32x16 relu(f32x16 x) { return select(x <= 0.0f, splat(0.0f), x); }
 
 // out = act(gate), times `up` unless that is null.
 template <typename T>
@@ -242,7 +230,7 @@ static inline void rotate_head(T *x, const A *cos, const A *sin, int64_t angles,
         return;
     }
     for (; i + 16 <= half; i += 16)
-        pairs([](const auto *p) { return load(p); }, [](T *p, f32x16 v) { keep(p, v); }, i,
+        pairs([](const auto *p) { return load(p); }, [](T *p, f32x16 v) { store(p, v); }, i,
               i + half, i);
     for (; i < half; i++) pairs(get_one, set_one, i, i + half, i);
 }

@@ -18,9 +18,10 @@ namespace {
 template <typename F> static inline void by_sixteen(float *out, const float *x, int64_t n, F f) {
     for (int64_t k = 0; k < n; k += 16) {
         const int count = (int)std::min<int64_t>(16, n - k);
-        f32x16 v = splat(-std::numeric_limits<float>::infinity());
-        std::memcpy(&v, x + k, count * sizeof(float));
-        store_first(out + k, f(v), count);
+        float values[16];
+        std::fill(values, values + 16, -std::numeric_limits<float>::infinity());
+        std::memcpy(values, x + k, count * sizeof(float));
+        store_first(out + k, f(load(values)), count);
     }
 }
 
@@ -114,11 +115,11 @@ static void choose_row(const Router &r, float *logits, float *scores, float *cho
     }
 }
 
-template <typename From, typename To> static void convert(To *out, const From *x, int64_t n) {
+template <typename From, typename To> static void copy_as(To *out, const From *x, int64_t n) {
     for (int64_t k = 0; k < n; k += 16) {
         const int count = (int)std::min<int64_t>(16, n - k);
-        if (count == 16) keep(out + k, load(x + k));
-        else keep_first(out + k, load_first(x + k, count), count);
+        if (count == 16) store(out + k, load(x + k));
+        else store_first(out + k, load_first(x + k, count), count);
     }
 }
 
@@ -156,15 +157,15 @@ static void glu_row(const Experts &e, T *row) {
             ups[i] = to_float(row[step * (k + i) + up_at]);
         }
         f32x16 gate = load(gates), up = load(ups);
-        gate = gate > limit ? limit : gate;
-        up = up > limit ? limit : up < -limit ? -limit : up;
+        gate = select(gate > limit, limit, gate);
+        up = select(up > limit, limit, select(up < -limit, -limit, up));
         if (e.glu == CLAMPED_SPLIT) {
-            keep_first(row + k, rounded<T>(silu(gate)) * up, count);
+            store_first(row + k, rounded<T>(silu(gate)) * up, count);
             continue;
         }
         const f32x16 open = rounded<T>(sigmoid(rounded<T>(gate * alpha)));
         const f32x16 glu = rounded<T>(gate * open);
-        keep_first(row + k, rounded<T>(up + 1.0f) * glu, count);
+        store_first(row + k, rounded<T>(up + 1.0f) * glu, count);
     }
 }
 
@@ -223,11 +224,11 @@ void vb::route(const Router &router, const T *x, int64_t rows, const Record &rec
         const Scratch<float> weight(widen ? n * depth : 0);
         Matrix m = router.weight;
         each_row(rows, depth, threads, [&](int64_t r) {
-            convert(wide.data + r * depth, x + r * depth, depth);
+            copy_as(wide.data + r * depth, x + r * depth, depth);
         });
         if (widen) {
             each_row(n, depth, threads, [&](int64_t r) {
-                convert(weight.data + r * depth, (const bf16 *)m.data + r * depth, depth);
+                copy_as(weight.data + r * depth, (const bf16 *)m.data + r * depth, depth);
             });
             m.data = weight.data, m.format = FLOAT;
         }
@@ -235,7 +236,7 @@ void vb::route(const Router &router, const T *x, int64_t rows, const Record &rec
     } else {
         const Scratch<T> own(rows * n);
         multiply(x, rows, depth, &router.weight, 1, own.data, n, threads);
-        convert(logits.data, own.data, rows * n);
+        copy_as(logits.data, own.data, rows * n);
     }
     choose<T>(router, logits.data, rows, record, chosen, threads);
 }

@@ -78,7 +78,7 @@ static void score(float *out, const float *q, const Keys<T> &keys, const float *
             for (int64_t r = 0; r < rows; r++) {
                 for (int64_t h = 0; h < heads; h++) {
                     f32x16 found = dot(q + (r * heads + h) * depth, turned.data(), depth, x.data());
-                    if (weights) found = (found < 0.0f ? 0.0f : found) * weights[r * heads + h];
+                    if (weights) found = select(found < 0.0f, splat(0.0f), found) * weights[r * heads + h];
                     scores[h] = found;
                 }
                 if (weights) add_halves(scores.data(), heads);

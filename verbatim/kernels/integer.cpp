@@ -57,12 +57,12 @@ template <typename T, typename O> struct IntegerWork {
             for (int v = 0; v < BLOCK_VECTORS; v++) {
                 const int left = (int)std::min<int64_t>(16, cols - 16 * v);
                 if (left <= 0) break;
-                f32x16 sum = as_vector(kept()[r - begin][v]);
+                f32x16 sum = kept()[r - begin][v];
                 if (bias) sum += left == 16 ? load(bias + 16 * v) : load_first(bias + 16 * v, left);
-                if (left == 16) store_all(to + 16 * v, sum);
+                if (left == 16) store(to + 16 * v, sum);
                 else {
                     O lanes[16];
-                    store_all(lanes, sum);
+                    store(lanes, sum);
                     std::memcpy(to + 16 * v, lanes, left * sizeof(O));
                 }
             }
@@ -70,7 +70,7 @@ template <typename T, typename O> struct IntegerWork {
     }
 
   private:
-    typedef Lanes Sums[BLOCK_VECTORS];
+    typedef f32x16 Sums[BLOCK_VECTORS];
     static Sums *kept() {
         alignas(64) static thread_local Sums held[MOST_ROWS];
         return held;

@@ -5,14 +5,9 @@
 
 #include "simd.h"
 
-#define INLINE __attribute__((always_inline))
-
 namespace {
 
 using namespace vb;
-
-typedef int8_t i8x16 __attribute__((vector_size(16)));
-typedef int16_t i16x16 __attribute__((vector_size(32)));
 
 constexpr int32_t SMALLEST = (127 - 100) << 23, INFINITE = 0x7f800000;  // 2^-100, as bits
 constexpr float ROUNDER = 12582912.0f;  // adding and subtracting it rounds to the nearest integer
@@ -44,9 +39,7 @@ static inline void put_codes(int8_t *to, i32x16 codes) {
 #if defined(__AVX512F__)
     _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)codes));
 #else
-    const i16x16 half = __builtin_convertvector(codes, i16x16);
-    const i8x16 narrow = __builtin_convertvector(half, i8x16);
-    std::memcpy(to, &narrow, sizeof narrow);
+    store_bits(to, convert<Vector<int8_t, 16>>(convert<Vector<int16_t, 16>>(codes)));
 #endif
 }
 
@@ -54,16 +47,8 @@ static inline void put_codes(int8_t *to, i32x16 codes) {
 static INLINE inline int32_t largest_of(i32x16 v) { return _mm512_reduce_max_epi32((__m512i)v); }
 static INLINE inline int32_t sum_of(i32x16 v) { return _mm512_reduce_add_epi32((__m512i)v); }
 #else
-static inline int32_t largest_of(i32x16 v) {
-    int32_t found = v[0];
-    for (int i = 1; i < 16; i++) found = std::max(found, v[i]);
-    return found;
-}
-static inline int32_t sum_of(i32x16 v) {
-    int32_t found = 0;
-    for (int i = 0; i < 16; i++) found += v[i];
-    return found;
-}
+static INLINE inline int32_t largest_of(i32x16 v) { return max_lane(v); }
+static INLINE inline int32_t sum_of(i32x16 v) { return sum(v); }
 #endif
 
 // Quantizes one group of `vectors` vectors of sixteen, the last with `last` elements. Writes whole vectors.
@@ -77,7 +62,7 @@ static INLINE inline GroupHead group_codes(int8_t *codes, const T *x, int vector
     i32x16 most = {};
     each_vector([&](int, f32x16 v) INLINE {  // as integers, NaN is the largest
         const i32x16 bits = (i32x16)v & 0x7fffffff;
-        most = bits > most ? bits : most;
+        most = max(bits, most);
     });
     const int32_t largest = largest_of(most);
     float peak;

@@ -329,7 +329,7 @@ void before(const Layer &l, const T *hidden, int64_t rows, const Adapted &adapte
         if (top != 0.0f)
             each_lane(row, width, [=](auto at) {
                 const f32x16 x = at(row);
-                return x > top ? splat(top) : x < -top ? splat(-top) : x;
+                return select(x > top, splat(top), select(x < -top, splat(-top), x));
             });
         const auto turn = [&] {
             const int64_t at = (angles.rows ? angles.rows[r] : r) * angles.width;
@@ -398,7 +398,7 @@ void run_delta_rule(const Layer &l, const Rows &rows, T *conv_state, float *stat
     each_row(count, channels, threads, [&](int64_t r) {
         const T *row = made.data + r * width;
         T *to = mixed.data + r * channels;
-        for (const auto [slice, size] : {std::pair(d.q, depth), std::pair(d.k, depth),
+        for (const auto &[slice, size] : {std::pair(d.q, depth), std::pair(d.k, depth),
                                          std::pair(d.v, group * value)})
             for (int64_t h = 0; h < l.kv_heads; h++, to += size)
                 std::memcpy(to, row + slice.at + h * slice.stride, size * sizeof(T));
@@ -425,11 +425,11 @@ void run_delta_rule(const Layer &l, const Rows &rows, T *conv_state, float *stat
         each_lane(x, channels, [&, x](auto at) {
             return rounded<T>(silu(d.weight_f32 ? at(x) : rounded<T>(at(x))));
         });
-        for (const auto [to, scale] : {std::pair(q.data, d.q_scale), std::pair(k.data, d.k_scale)})
+        for (const auto &[to, scale] : {std::pair(q.data, d.q_scale), std::pair(k.data, d.k_scale)})
             for (int64_t h = 0; h < l.kv_heads; h++, x += depth) {
                 float *head = to + r * k_width + h * depth;
                 norm_row(head, x, norm);
-                each_lane(head, depth, [=](auto at) { return at(head) * scale; });
+                each_lane(head, depth, [head, by = scale](auto at) { return at(head) * by; });
             }
         std::memcpy(v.data + r * v_width, x, v_width * sizeof(float));
         const T *row = made.data + r * width;
@@ -498,7 +498,7 @@ void run_mamba2(const Layer &l, const Rows &rows, T *conv_state, float *state, c
         const T *dt = made.data + r * width + v_width + channels, *bias = (const T *)m.dt_bias;
         each_lane(step, l.heads, [=](auto at) {
             const f32x16 s = softplus(at(dt) + at(bias));
-            return s < m.dt_min ? splat(m.dt_min) : s > m.dt_max ? splat(m.dt_max) : s;
+            return select(s < m.dt_min, splat(m.dt_min), select(s > m.dt_max, splat(m.dt_max), s));
         });
         for (int64_t h = 0; h < l.heads; h++) {
             const float *from = x + h * value;

@@ -191,10 +191,10 @@ static void panels(const Strip &strip, int64_t row, int64_t row_end, int64_t dep
     const W *first = nullptr;
     const int64_t groups = (strip.width + GROUP_COLS - 1) / GROUP_COLS;
     constexpr int64_t EACH = GROUP_COLS * PANEL_ROWS;
-    alignas(64) Lanes kept_here[EACH];
+    alignas(64) f32x16 kept_here[EACH];
     const bool deep = segment < depth;
-    const Scratch<Lanes> kept_deep(deep ? count * groups * EACH : 0);
-    Lanes *kept = deep ? kept_deep.data : kept_here;
+    const Scratch<f32x16> kept_deep(deep ? count * groups * EACH : 0);
+    f32x16 *kept = deep ? kept_deep.data : kept_here;
     const int64_t fetching = std::max<int64_t>(1, count - cold), steps = depth / STEP<W> + 1;
     const int64_t advance = std::max<int64_t>(64, 4 * after_stride / (fetching * steps) + 1);
     // Panels that fetch one line a step go through memory in order; others fetch a part of each tile.
@@ -209,7 +209,7 @@ static void panels(const Strip &strip, int64_t row, int64_t row_end, int64_t dep
         for (int64_t g = 0; g < groups; g++) {
             const int64_t group = g * GROUP_COLS;
             const int64_t group_end = std::min(group + GROUP_COLS, strip.width);
-            Lanes *sums = kept + (deep ? (i * groups + g) * EACH : 0);
+            f32x16 *sums = kept + (deep ? (i * groups + g) * EACH : 0);
             for (int64_t begin = from, end = -1; end < to; begin = end) {
                 end = std::min(begin + part, to);
                 of_height(height, [&](auto r, auto columns) {

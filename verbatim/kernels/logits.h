@@ -12,8 +12,8 @@
 
 namespace vb::sampling {
 
-typedef double f64x8 __attribute__((vector_size(64)));
-typedef int64_t i64x8 __attribute__((vector_size(64)));
+typedef Vector<double, 8> f64x8;
+typedef Vector<int64_t, 8> i64x8;
 
 constexpr float INF = std::numeric_limits<float>::infinity();
 
@@ -55,12 +55,8 @@ static inline uint32_t at_least(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
     return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GE_OQ);
 #elif defined(__AVX2__)
-    // Not two compares of half the width: gcc 12 crashes on them, in its sink pass.
-    i32x16 true_lanes = a >= b;
-    __m256i half[2];
-    std::memcpy(half, &true_lanes, 64);
-    return (uint32_t)_mm256_movemask_ps((__m256)half[0]) |
-           (uint32_t)_mm256_movemask_ps((__m256)half[1]) << 8;
+    const auto half = [](__m256 a, __m256 b) { return (uint32_t)_mm256_movemask_ps((__m256)(a >= b)); };
+    return half(a.low, b.low) | half(a.high, b.high) << 8;
 #else
     uint32_t mask = 0;
     for (int j = 0; j < 16; j++) mask |= (uint32_t)(a[j] >= b[j]) << j;
@@ -96,9 +92,7 @@ static inline void to_double(f32x16 v, f64x8 out[2]) {
     out[0] = (f64x8)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)v));
     out[1] = (f64x8)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)v, 1));
 #else
-    f32x8 half[2];
-    std::memcpy(half, &v, sizeof half);
-    for (int i = 0; i < 2; i++) out[i] = __builtin_convertvector(half[i], f64x8);
+    out[0] = convert<f64x8>(v.low), out[1] = convert<f64x8>(v.high);
 #endif
 }
 
@@ -107,7 +101,7 @@ static inline void to_double(f32x16 v, f64x8 out[2]) {
 static inline f64x8 exp_falling(f64x8 d) {
     const double ROUND = 0x1.8p52;  // adding it leaves the nearest integer in the low bits
     f64x8 t = d * 1.4426950408889634, least = f64x8{} - 1000.0;
-    t = t > least ? t : least;
+    t = max(t, least);
     f64x8 shifted = t + ROUND, r = t - (shifted - ROUND);
     f64x8 p = r * 0.0001546144469856913 + 0.0013400428177615838;
     p = p * r + 0.009618056678524637;
@@ -136,7 +130,7 @@ template <typename View> static double total_mass(const View &view, double max) 
         for (int j = 0; j < 4; j++) lanes[j] += e[j];
     }
     double x[32];
-    std::memcpy(x, lanes, sizeof x);
+    for (int j = 0; j < 4; j++) store_bits(x + 8 * j, lanes[j]);
     for (int width = 16; width > 0; width /= 2)
         for (int i = 0; i < width; i++) x[i] += x[i + width];
     return x[0];

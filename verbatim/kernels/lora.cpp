@@ -49,8 +49,8 @@ void add_panel(const T *b, int64_t rank, float scaling, const float *inner, T *y
         for (int i = 0; i < N; i++) acc[i] = fma(load(b + 16 * i), by, acc[i]);
     }
     for (int i = 0; i < N && width > 0; i++, y += 16, width -= 16) {
-        if (width >= 16) keep(y, load(y) + acc[i] * scaling);
-        else keep_first(y, load_first(y, (int)width) + acc[i] * scaling, (int)width);
+        if (width >= 16) store(y, load(y) + acc[i] * scaling);
+        else store_first(y, load_first(y, (int)width) + acc[i] * scaling, (int)width);
     }
 }
 

@@ -12,31 +12,11 @@ namespace {
 
 using namespace vb;
 
-static inline u8x16 load_codes(const uint8_t *p) {
-    u8x16 codes;
-    std::memcpy(&codes, p, sizeof codes);
-    return codes;
-}
+static inline u8x16 load_codes(const uint8_t *p) { return load_bits<u8x16>(p); }
 
-// Rounds to bf16; there are no NaNs here.
-static inline u16x16 narrow_number(f32x16 v) {
-#if defined(__AVX512BF16__)
-    return narrow(v);
-#else
-    const u32x16 bits = (u32x16)v, rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-#if defined(__AVX512F__)
-    return (u16x16)_mm512_cvtepi32_epi16((__m512i)(rounded >> 16));
-#else
-    return __builtin_convertvector(rounded >> 16, u16x16);
-#endif
-#endif
-}
-
+// Stores numbers, which are not NaN.
 static inline void put_all(float *p, f32x16 v) { store(p, v); }
-static inline void put_all(bf16 *p, f32x16 v) {
-    const u16x16 bits = narrow_number(v);
-    std::memcpy(p, &bits, sizeof bits);
-}
+static inline void put_all(bf16 *p, f32x16 v) { store_bits(p, narrow<false>(v)); }
 
 // ---- codes and group heads ----
 

@@ -12,18 +12,16 @@
 
 namespace vb::sampling {
 
-typedef uint64_t u64x8 __attribute__((vector_size(64)));
+typedef Vector<uint64_t, 8> u64x8;
 
 // The low halves of the lanes times m, as whole 64-bit products.
 static inline u64x8 mul_low(u64x8 a, uint32_t m) {
 #if defined(__AVX512F__)
     return (u64x8)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(m));
 #elif defined(__AVX2__)
-    __m256i x[2];
-    std::memcpy(x, &a, 64);
-    for (int i = 0; i < 2; i++) x[i] = _mm256_mul_epu32(x[i], _mm256_set1_epi64x(m));
-    std::memcpy(&a, x, 64);
-    return a;
+    const __m256i factor = _mm256_set1_epi64x(m);
+    const auto half = [=](auto a) INLINE { return (decltype(a))_mm256_mul_epu32((__m256i)a, factor); };
+    return {half(a.low), half(a.high)};
 #else
     return (a & 0xffffffffu) * (uint64_t)m;
 #endif
@@ -58,7 +56,8 @@ struct Noise {
     // The random words of the 32 ids from `first` on (a multiple of 4), in the order of the ids. Lane 2j
     // computes call j and lane 2j + 1 call 4 + j, so that the last step only interleaves neighbours.
     void bits32(uint32_t first, u32x16 out[2]) const {
-        const u64x8 order = {0, 4, 1, 5, 2, 6, 3, 7};
+        static constexpr uint64_t ORDER[] = {0, 4, 1, 5, 2, 6, 3, 7};
+        const auto order = load_bits<u64x8>(ORDER);
         u64x8 c0 = order + (uint64_t)(first / 4), c1 = u64x8{} + position;
         u64x8 c2 = u64x8{} + sample_index, c3 = {};
         for (int r = 0; r < 10; r++) {
@@ -69,17 +68,7 @@ struct Noise {
             c3 = p0;
         }
         u64x8 head = (c0 & 0xffffffffu) | (c1 << 32), tail = (c2 & 0xffffffffu) | (c3 << 32);
-#if defined(__AVX512F__)
-        out[0] = (u32x16)_mm512_unpacklo_epi64((__m512i)head, (__m512i)tail);
-        out[1] = (u32x16)_mm512_unpackhi_epi64((__m512i)head, (__m512i)tail);
-#else
-        uint64_t words[2][8];
-        for (int j = 0; j < 4; j++) {
-            words[0][2 * j] = head[2 * j], words[0][2 * j + 1] = tail[2 * j];
-            words[1][2 * j] = head[2 * j + 1], words[1][2 * j + 1] = tail[2 * j + 1];
-        }
-        std::memcpy(out, words, sizeof words);
-#endif
+        out[0] = (u32x16)zip<uint64_t, false>(head, tail), out[1] = (u32x16)zip<uint64_t, true>(head, tail);
     }
 };
 
@@ -94,9 +83,9 @@ static inline f32x16 log2_below(u32x16 bits) {
 #if defined(__AVX512F__)
     f32x16 value = (f32x16)_mm512_cvtepu32_ps((__m512i)bits);
 #else
-    f32x16 value = __builtin_convertvector((i32x16)(bits >> 1), f32x16) * splat(2.0f);
+    f32x16 value = convert<f32x16>((i32x16)(bits >> 1)) * splat(2.0f);
 #endif
-    return __builtin_convertvector((i32x16)value, f32x16) * splat(0x1p-23f) - splat(127.0f);
+    return convert<f32x16>((i32x16)value) * splat(0x1p-23f) - splat(127.0f);
 }
 
 }  // namespace vb::sampling

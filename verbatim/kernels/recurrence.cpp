@@ -315,7 +315,7 @@ extern "C" void vb_weighted_mean(float *out, const float *key, const float *valu
         const float *source = state + sources[s] * 3 * channels + c;
         f32x16 total = load_up_to(source, count), weights = load_up_to(source + channels, count);
         f32x16 largest = load_up_to(source + 2 * channels, count);
-        largest = weights == 0.0f ? splat(-1e38f) : largest;  // before the first row
+        largest = select(weights == 0.0f, splat(-1e38f), largest);  // before the first row
         const f32x16 bonus = load_up_to(first + c, count);
         for (int64_t t = starts[s]; t < starts[s + 1]; t++) {
             const f32x16 k = load_up_to(key + t * channels + c, count);

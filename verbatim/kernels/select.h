@@ -45,7 +45,7 @@ struct List {
     // Loads sixteen entries from i on, and returns the mask of those that exist.
     uint32_t entries(int64_t i, int64_t size, f32x16 &values, i32x16 &ids) const {
         values = load(y + i);
-        std::memcpy(&ids, id + i, sizeof ids);
+        ids = load_bits<i32x16>(id + i);
         return size - i < 16 ? (1u << (size - i)) - 1 : 0xffffu;
     }
 
@@ -65,7 +65,7 @@ struct List {
 };
 
 static inline i32x16 ids_from(int64_t first) {
-    return i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (int32_t)first;
+    return lane_numbers<i32x16>() + (int32_t)first;
 }
 
 // Appends every token with a finite logit of at least `least`.
@@ -125,8 +125,7 @@ static void top_p(List &list, double max, double wanted, Workspace &w) {
     List part{w.spare_y.get(), w.spare_id.get(), list.n};  // the candidates; ids are indices of `list`
     std::copy(list.y, list.y + list.n, part.y);
     for (int64_t i = 0; i < list.n; i += 16) {
-        i32x16 places = ids_from(i);
-        std::memcpy(part.id + i, &places, sizeof places);
+        store_bits(part.id + i, ids_from(i));
     }
     bool tied = false;
     while (part.n > SMALL) {
@@ -134,8 +133,8 @@ static void top_p(List &list, double max, double wanted, Workspace &w) {
         f32x16 high = splat(part.y[0]), low = high;
         for (int64_t i = 0; i < part.n; i += 16) {
             f32x16 y = load(part.y + i);
-            high = y > high ? y : high;
-            low = y < low ? y : low;
+            high = vb::max(y, high);
+            low = select(y < low, y, low);
         }
         float first = max_lane(high), range = first + max_lane(-low);
         if ((tied = range == 0)) break;
@@ -147,7 +146,7 @@ static void top_p(List &list, double max, double wanted, Workspace &w) {
         for (int64_t i = 0; i < part.n; i += 16) {
             f64x8 e[2];
             masses(load(part.y + i), max, e);
-            i32x16 bin = __builtin_convertvector(place(load(part.y + i)), i32x16);
+            i32x16 bin = convert<i32x16>(place(load(part.y + i)));
             for (int j = 0; j < 16 && i + j < part.n; j++) bins[bin[j]] += e[j / 8][j % 8];
         }
         int bin = 0;

@@ -7,36 +7,26 @@
 // instruction set. NaNs alone may differ, in sign and payload.
 #pragma once
 
-#include <cstdint>
-#include <cstring>
-
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
+#include "vectors.h"
+
 namespace vb {
 
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef float f32x8 __attribute__((vector_size(32)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x8 __attribute__((vector_size(32)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef Vector<float, 16> f32x16;
+typedef Vector<int32_t, 16> i32x16;
+typedef Vector<uint32_t, 16> u32x16;
+typedef Vector<uint16_t, 16> u16x16;
 typedef uint8_t u8x16 __attribute__((vector_size(16)));
+typedef float f32x4 __attribute__((vector_size(16)));
 typedef uint16_t bf16;  // the upper half of a float's bits
 
-// Copies the bits, as an addition to a vector of zeros would not do for -0 and NaN.
-static inline f32x16 splat(float x) {
-    return f32x16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
-}
-
-static inline f32x16 load(const float *p) {
-    f32x16 v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-}
+static INLINE inline f32x16 splat(float x) { return spread<f32x16>(x); }
+static INLINE inline f32x16 load(const float *p) { return load_bits<f32x16>(p); }
 
 // Whether lines from memory are prefetched to the L2 instead of the L1 cache. A core can wait for more of
 // them there; L1 is better where the arithmetic takes longer than memory does.
@@ -47,22 +37,14 @@ constexpr bool TO_L2 = false;
 #endif
 
 // Always inlined: gcc takes it for a function without effects, and drops calls of it.
-template <bool L2> static inline __attribute__((always_inline)) void prefetch(const void *p) {
+template <bool L2> static INLINE inline void prefetch(const void *p) {
     __builtin_prefetch(p, 0, L2 ? 2 : 3);
 }
 
-static inline void store(float *p, f32x16 v) { std::memcpy(p, &v, sizeof v); }
+static INLINE inline void store(float *p, f32x16 v) { store_bits(p, v); }
 
-static inline f32x16 widen(u16x16 bits) {
-    u32x16 wide = __builtin_convertvector(bits, u32x16) << 16;
-    return (f32x16)wide;
-}
-
-static inline f32x16 load(const bf16 *p) {
-    u16x16 bits;
-    std::memcpy(&bits, p, sizeof bits);
-    return widen(bits);
-}
+static INLINE inline f32x16 widen(u16x16 bits) { return (f32x16)(convert<u32x16>(bits) << 16); }
+static INLINE inline f32x16 load(const bf16 *p) { return widen(load_bits<u16x16>(p)); }
 
 // The first n (0 to 16) lanes from memory, the others zero.
 template <typename T> static inline f32x16 load_first(const T *p, int n) {
@@ -71,22 +53,14 @@ template <typename T> static inline f32x16 load_first(const T *p, int n) {
     return load(lanes);
 }
 
-static inline void store_first(float *p, f32x16 v, int n) {
-    float lanes[16];
-    store(lanes, v);
-    std::memcpy(p, lanes, n * sizeof(float));
-}
-
 // Stores results that are not read again soon, without loading their cache lines. `p` is aligned to 64 bytes.
 // After the last store, `finish_stores_past_caches` makes them visible to other threads.
 static inline void store_past_caches(float *p, f32x16 v) {
 #if defined(__AVX512F__)
     _mm512_stream_ps(p, (__m512)v);
 #elif defined(__AVX2__)
-    __m256 halves[2];
-    std::memcpy(halves, &v, sizeof v);
-    _mm256_stream_ps(p, halves[0]);
-    _mm256_stream_ps(p + 8, halves[1]);
+    _mm256_stream_ps(p, v.low);
+    _mm256_stream_ps(p + 8, v.high);
 #else
     store(p, v);
 #endif
@@ -98,12 +72,18 @@ static inline void finish_stores_past_caches() {
 #endif
 }
 
-static inline f32x16 to_floats(u8x16 codes) {
+static INLINE inline f32x16 to_floats(u8x16 codes) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)codes));
-#else  // in steps of twice the width: gcc splits a longer one into bytes
-    const u16x16 wide = __builtin_convertvector(codes, u16x16);
-    return __builtin_convertvector(__builtin_convertvector(wide, i32x16), f32x16);
+#elif defined(__AVX2__)
+    const __m128i bytes = (__m128i)codes;
+    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
+            _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
+#else
+    const u8x16 zeros{}, low = zip<uint8_t, false>(codes, zeros), high = zip<uint8_t, true>(codes, zeros);
+    const auto floats = [](u8x16 words) INLINE { return convert<f32x4>((Vector<int32_t, 4>)words); };
+    return {{floats(zip<uint16_t, false>(low, zeros)), floats(zip<uint16_t, true>(low, zeros))},
+            {floats(zip<uint16_t, false>(high, zeros)), floats(zip<uint16_t, true>(high, zeros))}};
 #endif
 }
 
@@ -152,112 +132,117 @@ static inline void put(float *p, float x) { *p = x; }
 static inline void put(bf16 *p, float x) { *p = to_bf16(x); }
 
 // a * b + c, rounded once.
-#if defined(__FMA__)
-static inline f32x8 fma(f32x8 a, f32x8 b, f32x8 c) { return (f32x8)_mm256_fmadd_ps(a, b, c); }
-#endif
-static inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 #if defined(__AVX512F__)
+static INLINE inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
     return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
 #elif defined(__FMA__)
-    f32x8 x[2], y[2], z[2];
-    std::memcpy(x, &a, 64), std::memcpy(y, &b, 64), std::memcpy(z, &c, 64);
-    for (int i = 0; i < 2; i++) z[i] = fma(x[i], y[i], z[i]);
-    f32x16 out;
-    std::memcpy(&out, z, 64);
-    return out;
+static INLINE inline __m256 fma(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
 #elif defined(__aarch64__)
-    float32x4_t x[4], y[4], z[4];
-    std::memcpy(x, &a, 64), std::memcpy(y, &b, 64), std::memcpy(z, &c, 64);
-    for (int i = 0; i < 4; i++) z[i] = vfmaq_f32(z[i], x[i], y[i]);
-    std::memcpy(&c, z, 64);
-    return c;
-#else
-    // The product is exact in double. A sum that is not exact is rounded to an odd number (Boldo and
-    // Melquiond 2008, "Emulation of FMA and correctly rounded sums"), so that rounding it again to a float
-    // gives what one rounding would. `error` is Knuth's, of the sum.
-    typedef double f64x16 __attribute__((vector_size(128)));
-    typedef int64_t i64x16 __attribute__((vector_size(128)));
-    const f64x16 product = __builtin_convertvector(a, f64x16) * __builtin_convertvector(b, f64x16);
-    const f64x16 addend = __builtin_convertvector(c, f64x16), total = product + addend;
-    const f64x16 part = total - product, error = (product - (total - part)) + (addend - part);
-    const i64x16 inexact = (error > 0) | (error < 0), even = ((i64x16)total & 1) - 1;
-    const i64x16 outwards = ((error > 0) ^ (total < 0)) & 2;  // 2: the exact sum is larger in size; 0: smaller
-    return __builtin_convertvector((f64x16)((i64x16)total + ((outwards - 1) & inexact & even)), f32x16);
-#endif
+static INLINE inline f32x4 fma(f32x4 a, f32x4 b, f32x4 c) {
+    return (f32x4)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+#elif defined(__SSE2__)
+typedef Vector<double, 4> Doubles;
+static INLINE inline Doubles doubles(f32x4 v) {
+    return {_mm_cvtps_pd((__m128)v), _mm_cvtps_pd(_mm_movehl_ps((__m128)v, (__m128)v))};
 }
 
-template <class V> static inline V max(V a, V b) { return a > b ? a : b; }
+// Rounds a sum of doubles that is not exact to an odd number (Boldo and Melquiond 2008, "Emulation of FMA and
+// correctly rounded sums"), so that rounding it again to a float gives what one rounding would. `error` is
+// Knuth's, of the sum.
+static __attribute__((noinline)) Doubles round_to_odd(Doubles total, Doubles product, Doubles addend) {
+    typedef Vector<int64_t, 4> Bits;
+    const Doubles part = total - product, error = (product - (total - part)) + (addend - part);
+    const Bits inexact = (Bits)((error > 0) | (error < 0)), even = ((Bits)total & 1) - 1;
+    const Bits outwards = (Bits)((error > 0) ^ (total < 0)) & 2;  // 2: the exact sum is larger, else 0
+    return (Doubles)((Bits)total + ((outwards - 1) & inexact & even));
+}
+
+// The product is exact in double. The sum is rounded twice, which differs from once only if it lies in the
+// middle of two floats, or is too small for a normal float.
+static inline f32x4 fma(f32x4 a, f32x4 b, f32x4 c) {
+    const Doubles product = doubles(a) * doubles(b), addend = doubles(c);
+    Doubles total = product + addend;
+    typedef Vector<int32_t, 4> Words;
+    const auto words = [&](auto odd) INLINE {
+        return (Words)_mm_shuffle_ps((__m128)total.low, (__m128)total.high, odd ? 0xdd : 0x88);
+    };
+    const Words size = words(std::true_type()) & 0x7fffffff;
+    const Words middle = (words(std::false_type()) & 0x1fffffff) == 0x10000000;
+    const Words small = (size > 0) & (size < (1023 - 126) << 20);
+    if (_mm_movemask_ps((__m128)(middle | small))) total = round_to_odd(total, product, addend);
+    return (f32x4)_mm_movelh_ps(_mm_cvtpd_ps((__m128d)total.low), _mm_cvtpd_ps((__m128d)total.high));
+}
+#else
+static INLINE inline f32x4 fma(f32x4 a, f32x4 b, f32x4 c) {
+    for (int i = 0; i < 4; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+}
+#endif
+template <class Half> static INLINE inline Twice<Half> fma(Twice<Half> a, Twice<Half> b, Twice<Half> c) {
+    return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)};
+}
+
+template <class V> static INLINE inline V max(V a, V b) { return select(a > b, a, b); }
 
 // The sum of the lanes, always by the same tree: 16 -> 8 -> 4 -> 2 -> 1, halves added.
-static inline float sum(f32x16 v) {
-#if defined(__AVX512F__)
-    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)v),
-                                       _mm512_extractf32x8_ps((__m512)v, 1));
-    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-#else
-    float x[16];
-    store(x, v);
-    for (int width = 8; width > 0; width /= 2)
-        for (int i = 0; i < width; i++) x[i] += x[i + width];
-    return x[0];
-#endif
+template <class V> static INLINE inline Element<V> sum(V v) {
+    if constexpr (LENGTH<V> == 2) return v[0] + v[1];
+    else return sum(low_half(v) + high_half(v));
 }
 
-static inline float max_lane(f32x16 v) {
-    float x[16];
-    store(x, v);
-    float m = x[0];
-    for (int i = 1; i < 16; i++) m = x[i] > m ? x[i] : m;
-    return m;
+// The largest lane, by the same tree.
+template <class V> static INLINE inline Element<V> max_lane(V v) {
+    if constexpr (LENGTH<V> == 2) return v[0] > v[1] ? v[0] : v[1];
+    else return max_lane(max(low_half(v), high_half(v)));
 }
 
-// The bits of floats rounded to bf16, as `to_bf16` rounds one.
-template <class Words, class V> static inline Words bf16_bits(V v) {
-    const Words bits = (Words)v, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const Words nan = (Words)((bits & 0x7fffffffu) > 0x7f800000u);
-    return (rounded & ~nan) | (nan & 0x7fc0u);
-}
-
-// Sixteen floats rounded to bf16.
-static inline u16x16 narrow(f32x16 v) {
+// Sixteen floats rounded to bf16, as `to_bf16` rounds one. NANS: some may be NaN.
+template <bool NANS = true> static INLINE inline u16x16 narrow(f32x16 v) {
 #if defined(__AVX512BF16__)
-    // The instruction treats denormals as zero and keeps the bits of NaNs.
-    constexpr int NANS = 0x81, DENORMAL = 0x20;
-    if (__builtin_expect(!_mm512_fpclass_ps_mask((__m512)v, NANS | DENORMAL), 1))
+    // The instruction treats subnormals as zero and keeps the bits of NaNs.
+    constexpr int NAN_CLASSES = 0x81, SUBNORMAL = 0x20;
+    if (__builtin_expect(!_mm512_fpclass_ps_mask((__m512)v, NAN_CLASSES | SUBNORMAL), 1))
         return (u16x16)_mm512_cvtneps_pbh((__m512)v);
 #endif
-    return __builtin_convertvector(bf16_bits<u32x16>(v), u16x16);
+    u32x16 bits = (u32x16)v;
+    bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    if (NANS) bits = select(v == v, bits, u32x16{} + 0x7fc0u);
+#if defined(__AVX512F__)
+    return (u16x16)_mm512_cvtepi32_epi16((__m512i)bits);
+#else
+    return convert<u16x16>(bits);
+#endif
 }
 
-// Sixteen pairs of bf16: the floats of `a` and then those of `b`, rounded like `narrow`, with subnormals as
-// zero, as the instruction takes them.
-static inline u32x16 narrow_pairs(f32x16 a, f32x16 b) {
+static INLINE inline void store(bf16 *p, f32x16 v) { store_bits(p, narrow(v)); }
+
+template <typename T> static INLINE inline void store_first(T *p, f32x16 v, int n) {
+    T lanes[16];
+    store(lanes, v);
+    std::memcpy(p, lanes, n * sizeof(T));
+}
+
+// Sixteen pairs of bf16: the floats of `a` and then those of `b`. None is subnormal.
+static INLINE inline u32x16 narrow_pairs(f32x16 a, f32x16 b) {
 #if defined(__AVX512BF16__)
     return (u32x16)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
 #else
-    const auto flushed = [](f32x16 v) {
-        const u32x16 bits = (u32x16)v;
-        return narrow((f32x16)(bits & ((u32x16)((bits & 0x7f800000u) != 0) | 0x80000000u)));
-    };
-    const u16x16 halves[2] = {flushed(a), flushed(b)};
-    u32x16 pairs;
-    std::memcpy(&pairs, halves, sizeof pairs);
-    return pairs;
+    return concat<u32x16>(narrow(a), narrow(b));
 #endif
 }
 
 // The elements of sixteen pairs of bf16 as floats.
-static inline f32x16 odd_elements(u32x16 pairs) { return (f32x16)(pairs & 0xffff0000u); }
-static inline f32x16 even_elements(u32x16 pairs) { return (f32x16)(pairs << 16); }
+static INLINE inline f32x16 odd_elements(u32x16 pairs) { return (f32x16)(pairs & 0xffff0000u); }
+static INLINE inline f32x16 even_elements(u32x16 pairs) { return (f32x16)(pairs << 16); }
 
 // For x <= 0: x = n ln 2 + r with |r| <= ln 2 / 2; returns exp(r) - 1 (its Taylor series to r^7, error below
 // 5e-9), and 2^n in `power`. An x below -87 is taken as -87, so that 2^n is a normal number.
-template <class V> static inline V split_exp(V x, V *power) {
+template <class V> static INLINE inline V split_exp(V x, V *power) {
     typedef decltype(x < x) Ints;
     const V none{}, shift = none + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    x = x < -87.0f ? none - 87.0f : x;
+    x = select(x < -87.0f, none - 87.0f, x);
     V shifted = fma(x, none + 1.44269504f, shift);
     V n = shifted - shift;
     V r = fma(n, none - 0.693359375f, x);  // ln 2 in two parts, the first exact times n
@@ -275,7 +260,7 @@ template <class V> static inline V split_exp(V x, V *power) {
 // exp(x) for x <= 0, exactly 0 below -87; NaN stays NaN.
 template <class V> static inline V exp_nonpositive(V x) {
     V power, rest = split_exp(x, &power);
-    return x < -87.0f ? V{} : fma(power, rest, power);
+    return select(x < -87.0f, V{}, fma(power, rest, power));
 }
 
 // tanh(|x|) = -t / (t + 2) with t = exp(-2|x|) - 1, which is accurate near zero.

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "packed.h"
-#include "lanes.h"
+#include "wide.h"
 
 #define NOINLINE __attribute__((noinline))
 
@@ -37,13 +37,9 @@ template <typename T> struct Output {
     }
 };
 
-static inline void store_all(float *p, f32x16 v) { store(p, v); }
-static inline void store_all(bf16 *p, f32x16 v) {
-    u16x16 bits = narrow(v);
-    std::memcpy(p, &bits, sizeof bits);
-}
-
 // ---- one step along K ----
+
+static INLINE inline f32x16 mac(f32x16 acc, f32x16 a, f32x16 b) { return fma(a, b, acc); }
 
 // A step is 64 bytes: sixteen floats, or 32 bf16, in PARTS of sixteen lanes. A part is a vector of floats, or
 // of pairs of bf16 where the processor multiplies them. Elsewhere bf16 has two parts: the floats of its odd
@@ -52,19 +48,13 @@ template <typename T> constexpr int STEP = 64 / sizeof(T);
 template <typename T> constexpr bool IS_BF16 = std::is_same_v<T, bf16>;
 template <typename T> constexpr int PARTS = IS_BF16<T> && !HAS_PAIRS ? 2 : 1;
 
-template <typename T> static INLINE inline Lanes lanes_first(const T *p, int n) {
-    T lanes[16] = {};
-    std::memcpy(lanes, p, n * sizeof(T));
-    return lanes_at((const T *)lanes);
-}
-
 // Part P of a step; or of one with only the first n elements, the others zero.
-template <int P> static INLINE inline Lanes part_of(const float *p) { return lanes_at(p + 16 * P); }
-template <int P> static INLINE inline Lanes part_of_first(const float *p, int n) {
+template <int P> static INLINE inline f32x16 part_of(const float *p) { return load(p + 16 * P); }
+template <int P> static INLINE inline f32x16 part_of_first(const float *p, int n) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
 #else
-    return lanes_first(p, n);
+    return load_first(p, n);
 #endif
 }
 #if defined(__AVX512BF16__)
@@ -72,16 +62,15 @@ template <int P> static inline __m512bh part_of(const bf16 *p) { return (__m512b
 template <int P> static inline __m512bh part_of_first(const bf16 *p, int n) {
     return (__m512bh)_mm512_maskz_loadu_epi16((__mmask32)((1ull << n) - 1), p);
 }
-using vb::mac;
-static inline f32x16 mac(f32x16 acc, __m512bh a, __m512bh b) {
+static INLINE inline f32x16 mac(f32x16 acc, __m512bh a, __m512bh b) {
     return (f32x16)_mm512_dpbf16_ps((__m512)acc, a, b);
 }
 #else
-template <int P> static INLINE inline Lanes part_of(const bf16 *p) {
-    const Lanes pairs = lanes_from(p);
+template <int P> static INLINE inline f32x16 part_of(const bf16 *p) {
+    const u32x16 pairs = load_bits<u32x16>(p);
     return P == 0 ? odd_elements(pairs) : even_elements(pairs);
 }
-template <int P> static INLINE inline Lanes part_of_first(const bf16 *p, int n) {
+template <int P> static INLINE inline f32x16 part_of_first(const bf16 *p, int n) {
     bf16 all[32] = {};
     std::memcpy(all, p, n * sizeof *p);
     return part_of<P>((const bf16 *)all);
@@ -93,7 +82,7 @@ static inline void widen_steps(float *to, int64_t apart, const bf16 *from, int64
     bf16 last[32] = {};
     for (; n > 0; n -= 32, from += 32, to += 2 * apart) {
         if (n < 32) from = (const bf16 *)std::memcpy(last, from, n * sizeof *from);
-        const Lanes pairs = lanes_from(from);
+        const u32x16 pairs = load_bits<u32x16>(from);
         store(to, odd_elements(pairs)), store(to + apart, even_elements(pairs));
     }
 }

@@ -9,27 +9,6 @@
 
 namespace {
 
-// ---- sums of the lanes of many accumulators at once, each by the tree of vb::sum ----
-
-#define PICK __builtin_shufflevector
-
-static inline f32x16 add_halves(f32x16 a, f32x16 b) {
-    return PICK(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           PICK(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-}
-static inline f32x16 add_quarters(f32x16 a, f32x16 b) {
-    return PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-           PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-}
-static inline f32x16 add_pairs(f32x16 a, f32x16 b) {
-    return PICK(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-           PICK(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-}
-static inline f32x16 add_neighbours(f32x16 a, f32x16 b) {
-    return PICK(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
-           PICK(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
-}
-
 // A row of three columns takes the space of four, so that sixteen sums are whole rows.
 constexpr int places(int cols) { return cols == 3 ? 4 : cols; }
 
@@ -37,27 +16,12 @@ constexpr int places(int cols) { return cols == 3 ? 4 : cols; }
 // rounded up to a multiple of four.
 template <int R, int C> struct Accumulators {
     static constexpr int WIDTH = places(C), COUNT = R * WIDTH, FOURS = (COUNT + 3) / 4;
-    Lanes at[FOURS][4];
-    INLINE inline Lanes &of(int r, int c) { return at[(r * WIDTH + c) / 4][(r * WIDTH + c) % 4]; }
+    f32x16 at[FOURS][4];
+    INLINE inline f32x16 &of(int r, int c) { return at[(r * WIDTH + c) / 4][(r * WIDTH + c) % 4]; }
     INLINE inline void clear() {
-        each<FOURS * 4>([&](auto i) INLINE { at[i / 4][i % 4] = Lanes{}; });
+        each<FOURS * 4>([&](auto i) INLINE { at[i / 4][i % 4] = f32x16{}; });
     }
 };
-
-// Sixteen sums, of the accumulators from 4 * FIRST on.
-template <int FIRST, int FOURS> static INLINE inline f32x16 sums(const f32x16 (&acc)[FOURS][4]) {
-    constexpr int LEFT = FOURS - FIRST;
-    f32x16 quarter[4];
-    each<4>([&](auto c) INLINE {
-        constexpr int C = c.value;
-        f32x16 upper = add_halves(acc[FIRST][C], acc[FIRST + (LEFT > 1 ? 1 : 0)][C]);
-        f32x16 lower = upper;
-        if constexpr (LEFT > 2)
-            lower = add_halves(acc[FIRST + 2][C], acc[FIRST + (LEFT > 3 ? 3 : 2)][C]);
-        quarter[C] = add_quarters(upper, lower);
-    });
-    return add_neighbours(add_pairs(quarter[0], quarter[1]), add_pairs(quarter[2], quarter[3]));
-}
 
 // ---- operands and outputs of tiles ----
 
@@ -92,7 +56,7 @@ static INLINE inline void finish(const Place<T, X> &p, const Columns &at, f32x16
     const int64_t stride = p.out_stride;
     (p.out + (row * stride + at.first)).as_pointer([&](auto *out) INLINE {
         std::remove_pointer_t<decltype(out)> lanes[16];
-        store_all(lanes, v);
+        store(lanes, v);
         for (int r = 0; r < rows; r++, out += stride) {
             if (at.apart == 1 && at.count == C)
                 std::memcpy(out, lanes + WIDTH * r, C * sizeof *lanes);
@@ -103,6 +67,42 @@ static INLINE inline void finish(const Place<T, X> &p, const Columns &at, f32x16
 }
 
 #if defined(__AVX512F__)
+// ---- sums of the lanes of many accumulators at once, each by the tree of vb::sum ----
+
+#define PICK __builtin_shufflevector
+
+static inline f32x16 add_halves(f32x16 a, f32x16 b) {
+    return PICK(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           PICK(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+static inline f32x16 add_quarters(f32x16 a, f32x16 b) {
+    return PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+static inline f32x16 add_pairs(f32x16 a, f32x16 b) {
+    return PICK(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           PICK(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+static inline f32x16 add_neighbours(f32x16 a, f32x16 b) {
+    return PICK(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
+           PICK(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+}
+
+// Sixteen sums, of the accumulators from 4 * FIRST on.
+template <int FIRST, int FOURS> static INLINE inline f32x16 sums(const f32x16 (&acc)[FOURS][4]) {
+    constexpr int LEFT = FOURS - FIRST;
+    f32x16 quarter[4];
+    each<4>([&](auto c) INLINE {
+        constexpr int C = c.value;
+        f32x16 upper = add_halves(acc[FIRST][C], acc[FIRST + (LEFT > 1 ? 1 : 0)][C]);
+        f32x16 lower = upper;
+        if constexpr (LEFT > 2)
+            lower = add_halves(acc[FIRST + 2][C], acc[FIRST + (LEFT > 3 ? 3 : 2)][C]);
+        quarter[C] = add_quarters(upper, lower);
+    });
+    return add_neighbours(add_pairs(quarter[0], quarter[1]), add_pairs(quarter[2], quarter[3]));
+}
+
 template <int R, int C, typename T, typename X>
 static INLINE inline void finish_all(const Place<T, X> &p, const Columns &at,
                                      const Accumulators<R, C> &acc) {
@@ -179,7 +179,7 @@ static INLINE inline void steps(Accumulators<R, C> &acc, const X *x, int64_t x_r
             each<C>([&](auto c) INLINE { acc.of(0, c) = mac(acc.of(0, c), a, load(number, w[c] + k)); });
             return;
         }
-        Lanes b[C];
+        f32x16 b[C];
         each<C>([&](auto c) INLINE { b[c] = load(number, w[c] + k); });
 #else
         decltype(load(number, w[0])) b[C];
@@ -215,7 +215,7 @@ static INLINE inline void begins(const W *(&w)[C], const W *first, int64_t apart
 // are whole steps; `kept` holds the accumulators between parts.
 template <int R, int C, typename Fetch, typename O, typename X, typename T>
 static NOINLINE void tiles(const Place<O, X> &p, const T *weights, int64_t stride, int64_t col,
-                           int64_t col_end, int64_t begin, int64_t end, Lanes *kept, Fetch fetch) {
+                           int64_t col_end, int64_t begin, int64_t end, f32x16 *kept, Fetch fetch) {
     const X *x = p.x;
     const int64_t x_row = p.x_row, x_step = p.x_step, depth = p.depth;
     for (; col < col_end; col += C, kept += R * places(C)) {

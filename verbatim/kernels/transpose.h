@@ -6,13 +6,7 @@
 namespace {
 
 // A block of SIDE columns by SIDE words along K; a word is a float, or two bf16.
-#if defined(__AVX512F__)
-constexpr int SIDE = 16, STAGES = 4;
-#elif defined(__AVX2__)
-constexpr int SIDE = 8, STAGES = 3;
-#else
-constexpr int SIDE = 4, STAGES = 2;
-#endif
+constexpr int SIDE = REGISTER / 4, STAGES = SIDE == 16 ? 4 : SIDE == 8 ? 3 : 2;
 typedef uint32_t Words __attribute__((vector_size(4 * SIDE)));
 template <typename T> constexpr int64_t BLOCK_DEPTH = SIDE * 4 / sizeof(T);
 
