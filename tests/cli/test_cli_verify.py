@@ -35,6 +35,7 @@ def statuses(report):
     return {row.name: row.status for row in report.rows}
 
 
+@pytest.mark.slow
 def test_every_schedule_of_the_storyteller_is_bit_identical():
     reported, names = [], [name for name in NAMES if name != "two-stages"]
     report = verify(only=names, tokens=8, on_row=reported.append)

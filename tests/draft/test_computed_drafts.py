@@ -163,6 +163,7 @@ def test_sleep_frees_drafter_memory_and_wake_continues_with_same_tokens(
     assert [module() for module in gone] == [None] * len(gone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["itself", "early exit", "MTP"])
 def test_aborts_and_ctrl_c_during_drafts_lose_no_tokens_or_blocks(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch

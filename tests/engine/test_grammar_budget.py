@@ -100,6 +100,7 @@ def test_grammar_over_budget_fails_at_the_same_token_in_any_schedule(
         assert outcome(run(drafting, params)[0]) == outcome(alone)
 
 
+@pytest.mark.slow
 def test_lexer_budget_does_not_count_other_requests() -> None:
     params = SamplingParams(**dict(bombs())["regex-dots"], max_tokens=24)
     all_params = [params.replace(seed=seed) for seed in range(6)]

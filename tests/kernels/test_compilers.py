@@ -16,7 +16,9 @@ ARM = "aarch64-linux-gnu-g++"
 EMULATOR = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64") or "qemu-aarch64"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif("generic" not in kernels.available(), reason="no generic kernels were built"),
+    pytest.mark.skipif(
+        "generic" not in kernels.available(), reason="no generic kernels were built"
+    ),
 ]
 
 
@@ -59,9 +61,7 @@ def test_arm_kernels_are_bit_identical_to_the_generic_x86_kernels(tmp_path):
     system = ("-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64")
     library = compile_kernels(tmp_path / "build", ARM, "generic", *system)
     assert [path.name for path in library.parent.glob("verbatim_*.so")] == [library.name]
-    emulated = hashes(
-        tmp_path / "there", ARM, library, EMULATOR, "-L", "/usr/aarch64-linux-gnu"
-    )
+    emulated = hashes(tmp_path / "there", ARM, library, EMULATOR, "-L", "/usr/aarch64-linux-gnu")
     assert emulated == hashes(tmp_path / "here", "c++", installed("generic"))
 
 

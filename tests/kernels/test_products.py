@@ -260,13 +260,17 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor | QuantizedMatrix]] = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, pytest.param("N,K of a real model", marks=pytest.mark.slow)]
+)
 def test_numbers_of_rows_and_threads_do_not_change_the_bits(
     backend: str, dtype: torch.dtype, layout: str
 ) -> None:
-    # Without kernels, each shape is probed. The last one is a layer of a real model.
-    for num_out, depth in ((33, 100), (1000, 100), (65, 3001), (3072, 1024)):
-        if depth > 100 and (backend == "none" or (num_out == 3072 and layout != "N,K")):
+    shapes = ((33, 100), (1000, 100), (65, 3001))
+    if layout == "N,K of a real model":
+        layout, shapes = "N,K", ((3072, 1024),)
+    for num_out, depth in shapes:
+        if depth > 100 and backend == "none":  # then each shape is probed
             continue
         x, bias = rand(300, depth, dtype=dtype), rand(num_out, dtype=dtype)
         weight = LAYOUTS[layout](rand(num_out, depth, dtype=dtype))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from support.pairwise import slow_but
 from support.requests_mixed import all_facts, generated, mixed_requests
 from support.stages import staged
 from support.sweep import build
@@ -55,8 +56,10 @@ def plainly(folder: Path, prompts: Any, params: Any, **options: Any) -> list[Any
             return all_facts(llm.generate(prompts, params))
 
 
-@pytest.mark.parametrize("options", [{}, dict(kv_dtype="int8", quantization="int4")], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "options", slow_but([{}], [{}, dict(kv_dtype="int8", quantization="int4")]), ids=str
+)
+@pytest.mark.parametrize("name", slow_but(NAMES[::2], NAMES))
 def test_recorded_steps_are_bit_identical_to_plain_steps(
     name: str, options: dict[str, Any], saved: Folders
 ) -> None:
@@ -97,6 +100,7 @@ def test_recorded_steps_follow_sleep_and_weight_updates(saved: Folders) -> None:
         assert all_facts(llm.generate(PROMPTS, LONG)) == second
 
 
+@pytest.mark.slow
 def test_steps_of_a_module_edited_by_its_owner_are_not_recorded(saved: Folders) -> None:
     """The owner replaces a parameter, a number or a module, which a replay would not notice."""
     for edit in ("parameter", "number", "module", "asleep"):
@@ -132,6 +136,7 @@ def test_steps_of_a_module_edited_by_its_owner_are_not_recorded(saved: Folders) 
         assert found[0] == found[1], edit
 
 
+@pytest.mark.slow
 def test_pipeline_stages_record_their_steps(saved: Folders) -> None:
     expected = plainly(saved("falcon_h1"), PROMPTS, LONG)
     with LLM(saved("falcon_h1"), max_length=200, placement=PipelineParallel(2)) as llm:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from support import checkpoints, sweep, toy_tokenizers
 from support.checkpoints import check_other_placements, hub_snapshot, opening_fails, save
 from support.lora import merge, save_adapter
+from support.pairwise import slow_but
 from support.requests_mixed import all_facts, generated, mixed_requests
 from support.toys import make_toy, random_ids, scores_of
 from verbatim import (
@@ -207,7 +208,7 @@ def check_scores(llm: LLM, module: Any, ids: list[int] = PROMPTS[0], **tolerance
     torch.testing.assert_close(found, scores_of(module, ids), **settings)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_but([*FORMATS][::3], FORMATS))
 def test_scores_match_dequantized_checkpoint(name: str, tmp_path: Path) -> None:
     kind, exact = FORMATS[name][-1], name not in ROUNDED
     module = written(name, tmp_path / "quantized")

@@ -445,6 +445,7 @@ def test_abort_after_stage_loss_returns_tokens_without_routing(saved: Folders) -
         assert all_facts(llm.generate([prompt], params)) == expected
 
 
+@pytest.mark.slow
 def test_stage_lost_between_megatron_steps_keeps_tokens_and_routing(saved: Folders) -> None:
     """If a step's routing is lost, its tokens are returned with those of the next step."""
 

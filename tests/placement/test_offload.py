@@ -408,6 +408,7 @@ def test_sleep_beyond_disk_limit_fails_and_keeps_engine_awake(
         assert mixed_facts(llm, 5) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", ["budget", "budget, K and V on disk", "disk"])
 def test_mtp_layers_of_offloaded_model_stay_within_budget(tiers: str, tmp_path: Path) -> None:
     save_with_mtp(toy("qwen3", 2), tmp_path)

@@ -113,6 +113,7 @@ def test_update_in_pieces_leaves_no_old_weights_on_device(
         assert mixed_facts(llm, 6) == resident_facts(folders("llama", seed=1), 6)
 
 
+@pytest.mark.slow
 def test_smaller_budgets_move_weights_to_ram_and_then_to_disk(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,6 +149,7 @@ def test_sufficient_budgets_use_no_disk_and_fill_the_gpu_first():
     assert plan.weights[1] + plan.kv[1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [0, 64], ids=["dense", "experts"])
 @pytest.mark.parametrize("budget", [4, 8])
 def test_no_given_kv_share_is_predicted_faster_than_the_chosen_one(budget, experts):

@@ -210,6 +210,7 @@ def test_every_architecture_is_offloaded_and_cut_or_rejected(case: str, tmp_path
 
 
 # Layers of the first reuse the keys that another chose, of the second also its keys and values.
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "cuts"), [("glm5_next", [1, 2, 3]), ("mistral_large4", [2])])
 def test_layers_that_reuse_choices_of_keys_stay_in_one_part(
     name: str, cuts: list[int], tmp_path: Path

@@ -150,6 +150,7 @@ def test_api_key_is_accepted_in_x_api_key_header(calling):
         assert answer.json()["error"]["type"] == "authentication_error"
 
 
+@pytest.mark.slow
 def test_tool_use_and_thinking_blocks_round_trip(calling):
     body = ASK | CALLING | {"thinking": {"type": "enabled", "budget_tokens": 1024}}
     body |= {"logit_bias": calling.bias, "temperature": 1.0}

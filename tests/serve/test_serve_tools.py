@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from support.pairwise import slow_but
 from support.serving import Served, talking
 from support.tool_templates import (
     BARE,
@@ -46,7 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=slow_but([*KINDS][1::3], KINDS))
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     with talking(**KINDS[request.param]) as server:
         server.kind = request.param
