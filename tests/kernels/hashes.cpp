@@ -1,5 +1,5 @@
 // Calls kernels of the library that argv[1] names, and prints a hash of each result. It runs where
-// there is no Python: on another processor, under an emulator (test_aarch64.py).
+// there is no Python: on another processor, under an emulator (test_compilers.py).
 
 #include <dlfcn.h>
 

@@ -55,8 +55,6 @@ static INLINE inline void each_vector(int width, const Function &f) {
     if (!EXACT && width % ELEMENTS) f(width / ELEMENTS, Partial());
 }
 
-// ---- Layout of a tile ----
-
 // ---- Prefetching ----
 
 constexpr int AHEAD = 40;  // rows between the one in use and the one that is prefetched
@@ -74,6 +72,8 @@ template <class Rows> static INLINE inline void fetch(const char *const *rows, i
 static INLINE inline void fetch_row(const char *row, int bytes) {
     for (int b = 0; b < bytes; b += 64) prefetch<false>(row + b);
 }
+
+// ---- Layout of a tile ----
 
 // Vector `i` of the values of one step, in element order: two vectors of 16 if lanes hold two elements, else
 // one. A step is one key, or with PAIRS the keys rows[0] and rows[1].

@@ -16,7 +16,8 @@ template <int N> struct Count {
 };
 
 // Calls f(first, Count<N>) for runs of at most MOST that make up [from, to).
-template <int MOST, class Function> INLINE void in_pieces(int from, int to, const Function &f) {
+template <int MOST, class Function>
+static INLINE inline void in_pieces(int from, int to, const Function &f) {
     while (from < to) {
         const int n = to - from;
         if constexpr (MOST >= 6) {

@@ -5,6 +5,7 @@
 
 #include "experts.h"
 
+#include <algorithm>
 #include <limits>
 #include <vector>
 

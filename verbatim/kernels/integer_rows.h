@@ -43,14 +43,6 @@ static inline void put_codes(int8_t *to, i32x16 codes) {
 #endif
 }
 
-#if defined(__AVX512F__)
-static INLINE inline int32_t largest_of(i32x16 v) { return _mm512_reduce_max_epi32((__m512i)v); }
-static INLINE inline int32_t sum_of(i32x16 v) { return _mm512_reduce_add_epi32((__m512i)v); }
-#else
-static INLINE inline int32_t largest_of(i32x16 v) { return max_lane(v); }
-static INLINE inline int32_t sum_of(i32x16 v) { return sum(v); }
-#endif
-
 // Quantizes one group of `vectors` vectors of sixteen, the last with `last` elements. Writes whole vectors.
 template <typename T>
 static INLINE inline GroupHead group_codes(int8_t *codes, const T *x, int vectors, int last) {
@@ -64,7 +56,7 @@ static INLINE inline GroupHead group_codes(int8_t *codes, const T *x, int vector
         const i32x16 bits = (i32x16)v & 0x7fffffff;
         most = max(bits, most);
     });
-    const int32_t largest = largest_of(most);
+    const int32_t largest = max_lane(most);
     float peak;
     std::memcpy(&peak, &largest, sizeof peak);
     if (largest < SMALLEST || largest >= INFINITE) {
@@ -78,7 +70,7 @@ static INLINE inline GroupHead group_codes(int8_t *codes, const T *x, int vector
         put_codes(codes + 16 * i, whole);
         sums += whole;
     });
-    return {peak / 127.0f, (float)sum_of(sums)};
+    return {peak / 127.0f, (float)sum(sums)};
 }
 
 template <typename T>

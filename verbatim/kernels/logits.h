@@ -5,6 +5,7 @@
 // the torch reference, computes the same bits.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -76,7 +77,9 @@ template <typename View> static float largest(const View &view) {
     }
     for (int j = 0; j < 16; j++)
         if (!ordered[j]) return std::numeric_limits<float>::quiet_NaN();
-    return max_lane(max(top[0], top[1]));
+    float lanes[16];
+    store(lanes, max(top[0], top[1]));
+    return *std::max_element(lanes, lanes + 16);
 }
 
 // The lowest id with the logit `value`, the largest of the row.

@@ -14,10 +14,6 @@ using namespace vb;
 
 static inline u8x16 load_codes(const uint8_t *p) { return load_bits<u8x16>(p); }
 
-// Stores numbers, which are not NaN.
-static inline void put_all(float *p, f32x16 v) { store(p, v); }
-static inline void put_all(bf16 *p, f32x16 v) { store_bits(p, narrow<false>(v)); }
-
 // ---- codes and group heads ----
 
 // Values of `Encoding` in packing.py.
@@ -197,7 +193,7 @@ static INLINE inline void whole_group(T *out, const uint8_t *codes, const Head &
                                       const float *table) {
     const f32x16 s = splat(head.scale), l = splat(head.low);
     const auto put = [&](int at, u8x16 code) INLINE {
-        put_all(out + at, fma(s, numbers_of<CODE>(code, table), l));
+        store(out + at, fma(s, numbers_of<CODE>(code, table), l));
     };
     if (bits_of(CODE) == 8) {
         for (int i = 0; i < GROUP; i += 16) put(i, load_codes(codes + i));
@@ -220,7 +216,7 @@ static INLINE inline void whole_block(T *out, const uint8_t *block, const BlockH
             const u8x16 code = load_codes((const uint8_t *)&codes + 16 * half);
             constexpr int KIND = CODE == NVFP4 ? TABLE : BITS4;
             const f32x16 numbers = numbers_of<KIND>(code, numbers_by_code(CODE)) - (float)block_layout(CODE).middle;
-            put_all(out + 32 * i + 16 * half,
+            store(out + 32 * i + 16 * half,
                     fma(splat(heads.scale(group)), numbers, splat(heads.low(group))));
         }
     }

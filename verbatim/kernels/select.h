@@ -124,9 +124,7 @@ static void top_p(List &list, double max, double wanted, Workspace &w) {
     double before = 0;  // mass before the candidates
     List part{w.spare_y.get(), w.spare_id.get(), list.n};  // the candidates; ids are indices of `list`
     std::copy(list.y, list.y + list.n, part.y);
-    for (int64_t i = 0; i < list.n; i += 16) {
-        store_bits(part.id + i, ids_from(i));
-    }
+    for (int64_t i = 0; i < list.n; i += 16) store_bits(part.id + i, ids_from(i));
     bool tied = false;
     while (part.n > SMALL) {
         std::fill(part.y + part.n, part.y + part.n + 16, part.y[0]);

@@ -136,13 +136,13 @@ static inline void put(bf16 *p, float x) { *p = to_bf16(x); }
 static INLINE inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
     return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 }
-#elif defined(__FMA__)
+#elif defined(__AVX2__) && defined(__FMA__)
 static INLINE inline __m256 fma(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
 #elif defined(__aarch64__)
 static INLINE inline f32x4 fma(f32x4 a, f32x4 b, f32x4 c) {
     return (f32x4)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 }
-#elif defined(__SSE2__)
+#elif defined(__x86_64__)
 typedef Vector<double, 4> Doubles;
 static INLINE inline Doubles doubles(f32x4 v) {
     return {_mm_cvtps_pd((__m128)v), _mm_cvtps_pd(_mm_movehl_ps((__m128)v, (__m128)v))};
@@ -164,12 +164,10 @@ static __attribute__((noinline)) Doubles round_to_odd(Doubles total, Doubles pro
 static inline f32x4 fma(f32x4 a, f32x4 b, f32x4 c) {
     const Doubles product = doubles(a) * doubles(b), addend = doubles(c);
     Doubles total = product + addend;
-    typedef Vector<int32_t, 4> Words;
-    const auto words = [&](auto odd) INLINE {
-        return (Words)_mm_shuffle_ps((__m128)total.low, (__m128)total.high, odd ? 0xdd : 0x88);
-    };
-    const Words size = words(std::true_type()) & 0x7fffffff;
-    const Words middle = (words(std::false_type()) & 0x1fffffff) == 0x10000000;
+    typedef Vector<int32_t, 4> Words;  // halves of the doubles
+    const auto lower = (Words)_mm_shuffle_ps((__m128)total.low, (__m128)total.high, 0x88);
+    const auto upper = (Words)_mm_shuffle_ps((__m128)total.low, (__m128)total.high, 0xdd);
+    const Words size = upper & 0x7fffffff, middle = (lower & 0x1fffffff) == 0x10000000;
     const Words small = (size > 0) & (size < (1023 - 126) << 20);
     if (_mm_movemask_ps((__m128)(middle | small))) total = round_to_odd(total, product, addend);
     return (f32x4)_mm_movelh_ps(_mm_cvtpd_ps((__m128d)total.low), _mm_cvtpd_ps((__m128d)total.high));
@@ -198,17 +196,17 @@ template <class V> static INLINE inline Element<V> max_lane(V v) {
     else return max_lane(max(low_half(v), high_half(v)));
 }
 
-// Sixteen floats rounded to bf16, as `to_bf16` rounds one. NANS: some may be NaN.
-template <bool NANS = true> static INLINE inline u16x16 narrow(f32x16 v) {
+// Sixteen floats rounded to bf16, as `to_bf16` rounds one.
+static INLINE inline u16x16 narrow(f32x16 v) {
 #if defined(__AVX512BF16__)
     // The instruction treats subnormals as zero and keeps the bits of NaNs.
-    constexpr int NAN_CLASSES = 0x81, SUBNORMAL = 0x20;
-    if (__builtin_expect(!_mm512_fpclass_ps_mask((__m512)v, NAN_CLASSES | SUBNORMAL), 1))
+    constexpr int NANS = 0x81, SUBNORMAL = 0x20;
+    if (__builtin_expect(!_mm512_fpclass_ps_mask((__m512)v, NANS | SUBNORMAL), 1))
         return (u16x16)_mm512_cvtneps_pbh((__m512)v);
 #endif
     u32x16 bits = (u32x16)v;
     bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    if (NANS) bits = select(v == v, bits, u32x16{} + 0x7fc0u);
+    bits = select(v == v, bits, u32x16{} + 0x7fc0u);
 #if defined(__AVX512F__)
     return (u16x16)_mm512_cvtepi32_epi16((__m512i)bits);
 #else

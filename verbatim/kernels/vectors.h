@@ -148,9 +148,6 @@ template <class To, class From> static INLINE inline To convert(From v) {
     if constexpr (IS_TWICE<To>) {
         typedef decltype(To::low) Half;
         return {convert<Half>(low_half(v)), convert<Half>(high_half(v))};
-    } else if constexpr (IS_TWICE<From>) {
-        typedef Vector<Element<To>, LENGTH<To> / 2> Half;
-        return concat<To>(convert<Half>(v.low), convert<Half>(v.high));
     } else {
         return __builtin_convertvector(v, To);
     }
