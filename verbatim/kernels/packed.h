@@ -188,21 +188,61 @@ template <int CODE> static inline float weight_of(const Head &head, int code, co
     return (float)((double)head.scale * number + head.low);
 }
 
+// Sixteen bytes of a table, by their indices, with one instruction.
+#if defined(__SSSE3__)
+constexpr bool LOOKS_UP = true;
+static INLINE inline u8x16 look_up(u8x16 table, u8x16 at) {
+    return (u8x16)_mm_shuffle_epi8((__m128i)table, (__m128i)at);
+}
+#elif defined(__aarch64__)
+constexpr bool LOOKS_UP = true;
+static INLINE inline u8x16 look_up(u8x16 table, u8x16 at) {
+    return (u8x16)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)at);
+}
+#else
+constexpr bool LOOKS_UP = false;
+static INLINE inline u8x16 look_up(u8x16 table, u8x16) { return table; }
+#endif
+
+// The sixteen weights that 4-bit codes may stand for, in bf16, as two tables of bytes.
+class Choices {
+    u8x16 lower, upper;
+
+  public:
+    explicit INLINE inline Choices(f32x16 weights) {
+        bf16 all[16];
+        store(all, weights);
+        const auto a = load_bits<u8x16>(all), b = load_bits<u8x16>(all + 8);
+        lower = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        upper = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    }
+    // Stores the weights of sixteen codes.
+    INLINE inline void put(bf16 *out, u8x16 codes) const {
+        const u8x16 low = look_up(lower, codes), high = look_up(upper, codes);
+        store_bits(out, zip<uint8_t, false>(low, high)), store_bits(out + 8, zip<uint8_t, true>(low, high));
+    }
+};
+
 template <int CODE, int GROUP, typename T>
 static INLINE inline void whole_group(T *out, const uint8_t *codes, const Head &head,
                                       const float *table) {
     const f32x16 s = splat(head.scale), l = splat(head.low);
+    const auto each_half = [&](auto put) INLINE {
+        for (int i = 0; i < GROUP / 2; i += 16) {
+            const u8x16 both = load_codes(codes + i);
+            put(i, both & 15), put(i + GROUP / 2, both >> 4);
+        }
+    };
     const auto put = [&](int at, u8x16 code) INLINE {
         store(out + at, fma(s, numbers_of<CODE>(code, table), l));
     };
-    if (bits_of(CODE) == 8) {
+    if constexpr (bits_of(CODE) == 8) {
         for (int i = 0; i < GROUP; i += 16) put(i, load_codes(codes + i));
+    } else if constexpr (LOOKS_UP && sizeof(T) == 2) {
+        const Choices choices(fma(s, load(table), l));
+        each_half([&](int at, u8x16 code) INLINE { choices.put(out + at, code); });
     } else {
-        for (int i = 0; i < GROUP / 2; i += 16) {
-            const u8x16 both = load_codes(codes + i);
-            put(i, both & 15);
-            put(i + GROUP / 2, both >> 4);
-        }
+        each_half(put);
     }
 }
 
@@ -211,6 +251,16 @@ static INLINE inline void whole_block(T *out, const uint8_t *block, const BlockH
 #pragma GCC unroll 8  // makes the shifts constants
     for (int i = 0; i < BLOCK / 32; i++) {
         const u8x32 codes = block_codes<CODE>(block, i);
+        if constexpr (in_pairs(CODE) && LOOKS_UP && sizeof(T) == 2) {
+            const auto choices = [&](int group) INLINE {
+                const f32x16 scale = splat(heads.scale(group)), low = splat(heads.low(group));
+                return Choices(fma(scale, load(numbers_by_code(CODE)), low));
+            };
+            const Choices first = choices(32 * i / block_layout(CODE).group);
+            first.put(out + 32 * i, low_half(codes));
+            (CODE == NVFP4 ? choices(2 * i + 1) : first).put(out + 32 * i + 16, high_half(codes));
+            continue;
+        }
         for (int half = 0; half < 2; half++) {
             const int group = (32 * i + 16 * half) / block_layout(CODE).group;
             const u8x16 code = load_codes((const uint8_t *)&codes + 16 * half);
