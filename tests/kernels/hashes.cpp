@@ -78,6 +78,34 @@ template <typename T> static void products(const int64_t ROWS, float scale) {
     }
 }
 
+// 4-bit codes that stand for numbers of a table, or are in blocks.
+template <typename T> static void tables_and_blocks() {
+    constexpr int64_t ROWS = 3, DEPTH = 512;
+    constexpr int BITS = 4, NF4 = 256 * 4, Q4_K = 256 * 8, CENTERED = 256 * 9, NVFP4 = 256 * 14;
+    for (const int encoding : {NF4, CENTERED, Q4_K, NVFP4}) {
+        const bool in_blocks = encoding == Q4_K || encoding == NVFP4;
+        const int64_t group = in_blocks ? 256 : 64, heads = DEPTH / group;
+        const int64_t stride = in_blocks ? heads * (encoding == Q4_K ? 144 : 148) : DEPTH / 2 + 4 * heads;
+        std::vector<uint8_t> packed(ROWS * stride);
+        uint32_t seed = 11;
+        for (uint8_t &byte : packed) seed = seed * 1664525 + 1013904223, byte = (uint8_t)(seed >> 24);
+        const auto scales = numbers<float>(ROWS * heads, 12);
+        for (int64_t i = 0; i < ROWS * heads; i++) {
+            uint8_t *row = &packed[i / heads * stride], *block = row + i % heads * (stride / heads);
+            uint32_t head;
+            std::memcpy(&head, &scales[i], sizeof head);
+            if (encoding == Q4_K) head = (head & 0x03ff03ff) | 0x2c002800;  // half floats
+            if (encoding == NVFP4)
+                for (int j = 4; j < 20; j++) block[j] &= 0x77;  // no NaN
+            std::memcpy(in_blocks ? block : row + DEPTH / 2 + 4 * (i % heads), &head, sizeof head);
+        }
+        std::vector<T> out(ROWS * DEPTH);
+        call("vb_unpack_rows", out.data(), packed.data(), ROWS, DEPTH, encoding + BITS, (int)group,
+             (int)(sizeof(T) == 2), 1);
+        report(Names<T>()("vb_unpack_rows") + " of encoding " + std::to_string(encoding / 256), out);
+    }
+}
+
 // As vb::Norm of elementwise.h, which needs OpenMP.
 struct Norm {
     const void *weight;
@@ -145,6 +173,7 @@ int main(int, char **arguments) {
     if (!library) return std::printf("%s\n", dlerror()), 1;
     for (const int64_t rows : {1, 5, 30})
         for (const float scale : {1.0f, 0x1p-126f}) products<float>(rows, scale), products<bf16>(rows, scale);
+    tables_and_blocks<float>(), tables_and_blocks<bf16>();
     elementwise<float>(), elementwise<bf16>();
     attention<float>(), attention<bf16>();
     noise();

@@ -66,7 +66,7 @@ def test_arm_kernels_are_bit_identical_to_the_generic_x86_kernels(tmp_path):
 
 
 @needs("clang++")
-@pytest.mark.parametrize("name", kernels.available())
+@pytest.mark.parametrize("name", sorted({*kernels.available()[:1], *kernels.available()[-1:]}))
 def test_clang_and_gcc_kernels_are_bit_identical(tmp_path, name):
     library = compile_kernels(tmp_path / "build", "clang++", name)
     found = hashes(tmp_path / "program", "c++", library)

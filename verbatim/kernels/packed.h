@@ -188,7 +188,20 @@ template <int CODE> static inline float weight_of(const Head &head, int code, co
     return (float)((double)head.scale * number + head.low);
 }
 
-// Sixteen bytes of a table, by their indices, with one instruction.
+// The sixteen weights that 4-bit codes may stand for, in bf16. `put` stores those of sixteen codes.
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+constexpr bool LOOKS_UP = true;
+class Choices {
+    __m256i words;
+
+  public:
+    explicit INLINE inline Choices(f32x16 weights) : words((__m256i)narrow(weights)) {}
+    INLINE inline void put(bf16 *out, u8x16 codes) const {
+        const __m256i at = _mm256_cvtepu8_epi16((__m128i)codes);
+        _mm256_storeu_si256((__m256i *)out, _mm256_permutexvar_epi16(at, words));
+    }
+};
+#else  // in two tables of bytes, which one instruction looks up
 #if defined(__SSSE3__)
 constexpr bool LOOKS_UP = true;
 static INLINE inline u8x16 look_up(u8x16 table, u8x16 at) {
@@ -203,8 +216,6 @@ static INLINE inline u8x16 look_up(u8x16 table, u8x16 at) {
 constexpr bool LOOKS_UP = false;
 static INLINE inline u8x16 look_up(u8x16 table, u8x16) { return table; }
 #endif
-
-// The sixteen weights that 4-bit codes may stand for, in bf16, as two tables of bytes.
 class Choices {
     u8x16 lower, upper;
 
@@ -216,42 +227,44 @@ class Choices {
         lower = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
         upper = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
     }
-    // Stores the weights of sixteen codes.
     INLINE inline void put(bf16 *out, u8x16 codes) const {
         const u8x16 low = look_up(lower, codes), high = look_up(upper, codes);
         store_bits(out, zip<uint8_t, false>(low, high)), store_bits(out + 8, zip<uint8_t, true>(low, high));
     }
 };
+#endif
 
 template <int CODE, int GROUP, typename T>
 static INLINE inline void whole_group(T *out, const uint8_t *codes, const Head &head,
                                       const float *table) {
     const f32x16 s = splat(head.scale), l = splat(head.low);
-    const auto each_half = [&](auto put) INLINE {
+    const auto each_sixteen = [&](auto f) INLINE {  // f(place, codes) for 4-bit codes
         for (int i = 0; i < GROUP / 2; i += 16) {
             const u8x16 both = load_codes(codes + i);
-            put(i, both & 15), put(i + GROUP / 2, both >> 4);
+            f(i, both & 15), f(i + GROUP / 2, both >> 4);
         }
     };
-    const auto put = [&](int at, u8x16 code) INLINE {
+    const auto compute = [&](int at, u8x16 code) INLINE {
         store(out + at, fma(s, numbers_of<CODE>(code, table), l));
     };
     if constexpr (bits_of(CODE) == 8) {
-        for (int i = 0; i < GROUP; i += 16) put(i, load_codes(codes + i));
+        for (int i = 0; i < GROUP; i += 16) compute(i, load_codes(codes + i));
     } else if constexpr (LOOKS_UP && sizeof(T) == 2) {
         const Choices choices(fma(s, load(table), l));
-        each_half([&](int at, u8x16 code) INLINE { choices.put(out + at, code); });
+        each_sixteen([&](int at, u8x16 code) INLINE { choices.put(out + at, code); });
     } else {
-        each_half(put);
+        each_sixteen(compute);
     }
 }
 
 template <int CODE, typename T>
 static INLINE inline void whole_block(T *out, const uint8_t *block, const BlockHeads<CODE> &heads) {
+    // NVFP4 has few weights per scale: AVX-512 computes them in less time.
+    constexpr bool MAY_LOOK_UP = CODE == Q4_K || (CODE == NVFP4 && REGISTER < 64);
 #pragma GCC unroll 8  // makes the shifts constants
     for (int i = 0; i < BLOCK / 32; i++) {
         const u8x32 codes = block_codes<CODE>(block, i);
-        if constexpr (in_pairs(CODE) && LOOKS_UP && sizeof(T) == 2) {
+        if constexpr (MAY_LOOK_UP && LOOKS_UP && sizeof(T) == 2) {
             const auto choices = [&](int group) INLINE {
                 const f32x16 scale = splat(heads.scale(group)), low = splat(heads.low(group));
                 return Choices(fma(scale, load(numbers_by_code(CODE)), low));
@@ -259,15 +272,16 @@ static INLINE inline void whole_block(T *out, const uint8_t *block, const BlockH
             const Choices first = choices(32 * i / block_layout(CODE).group);
             first.put(out + 32 * i, low_half(codes));
             (CODE == NVFP4 ? choices(2 * i + 1) : first).put(out + 32 * i + 16, high_half(codes));
-            continue;
-        }
-        for (int half = 0; half < 2; half++) {
-            const int group = (32 * i + 16 * half) / block_layout(CODE).group;
-            const u8x16 code = load_codes((const uint8_t *)&codes + 16 * half);
-            constexpr int KIND = CODE == NVFP4 ? TABLE : BITS4;
-            const f32x16 numbers = numbers_of<KIND>(code, numbers_by_code(CODE)) - (float)block_layout(CODE).middle;
-            store(out + 32 * i + 16 * half,
-                    fma(splat(heads.scale(group)), numbers, splat(heads.low(group))));
+        } else {
+            for (int half = 0; half < 2; half++) {
+                const int group = (32 * i + 16 * half) / block_layout(CODE).group;
+                const u8x16 code = load_codes((const uint8_t *)&codes + 16 * half);
+                constexpr int KIND = CODE == NVFP4 ? TABLE : BITS4;
+                const float middle = (float)block_layout(CODE).middle;
+                const f32x16 numbers = numbers_of<KIND>(code, numbers_by_code(CODE)) - middle;
+                store(out + 32 * i + 16 * half,
+                      fma(splat(heads.scale(group)), numbers, splat(heads.low(group))));
+            }
         }
     }
 }

@@ -148,14 +148,14 @@ static INLINE inline Doubles doubles(f32x4 v) {
     return {_mm_cvtps_pd((__m128)v), _mm_cvtps_pd(_mm_movehl_ps((__m128)v, (__m128)v))};
 }
 
-// Rounds a sum of doubles that is not exact to an odd number (Boldo and Melquiond 2008, "Emulation of FMA and
-// correctly rounded sums"), so that rounding it again to a float gives what one rounding would. `error` is
-// Knuth's, of the sum.
+// Rounds to odd: a sum that is not exact gets an odd last bit, so that rounding it again to a float gives
+// what one rounding would (Boldo and Melquiond 2008, "Emulation of FMA and correctly rounded sums"). `error`
+// is the sum's rounding error, by Knuth's TwoSum.
 static __attribute__((noinline)) Doubles round_to_odd(Doubles total, Doubles product, Doubles addend) {
     typedef Vector<int64_t, 4> Bits;
     const Doubles part = total - product, error = (product - (total - part)) + (addend - part);
     const Bits inexact = (Bits)((error > 0) | (error < 0)), even = ((Bits)total & 1) - 1;
-    const Bits outwards = (Bits)((error > 0) ^ (total < 0)) & 2;  // 2: the exact sum is larger, else 0
+    const Bits outwards = (Bits)((error > 0) ^ (total < 0)) & 2;  // 2: the exact sum is larger in size
     return (Doubles)((Bits)total + ((outwards - 1) & inexact & even));
 }
 
@@ -182,6 +182,7 @@ template <class Half> static INLINE inline Twice<Half> fma(Twice<Half> a, Twice<
     return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)};
 }
 
+// b for equal numbers, of zeros too, and for NaN.
 template <class V> static INLINE inline V max(V a, V b) { return select(a > b, a, b); }
 
 // The sum of the lanes, always by the same tree: 16 -> 8 -> 4 -> 2 -> 1, halves added.
@@ -222,7 +223,8 @@ template <typename T> static INLINE inline void store_first(T *p, f32x16 v, int 
     std::memcpy(p, lanes, n * sizeof(T));
 }
 
-// Sixteen pairs of bf16: the floats of `a` and then those of `b`. None is subnormal.
+// Sixteen pairs of bf16: the floats of `a` and then those of `b`. None may be subnormal: the
+// instruction flushes them.
 static INLINE inline u32x16 narrow_pairs(f32x16 a, f32x16 b) {
 #if defined(__AVX512BF16__)
     return (u32x16)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
@@ -239,19 +241,19 @@ static INLINE inline f32x16 even_elements(u32x16 pairs) { return (f32x16)(pairs 
 // 5e-9), and 2^n in `power`. An x below -87 is taken as -87, so that 2^n is a normal number.
 template <class V> static INLINE inline V split_exp(V x, V *power) {
     typedef decltype(x < x) Ints;
-    const V none{}, shift = none + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    x = select(x < -87.0f, none - 87.0f, x);
-    V shifted = fma(x, none + 1.44269504f, shift);
+    const V zero{}, shift = zero + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    x = select(x < -87.0f, zero - 87.0f, x);
+    V shifted = fma(x, zero + 1.44269504f, shift);
     V n = shifted - shift;
-    V r = fma(n, none - 0.693359375f, x);  // ln 2 in two parts, the first exact times n
-    r = fma(n, none + 2.12194440e-4f, r);
+    V r = fma(n, zero - 0.693359375f, x);  // ln 2 in two parts, the first exact times n
+    r = fma(n, zero + 2.12194440e-4f, r);
     *power = (V)(((Ints)shifted - (Ints)shift + 127) << 23);
-    V series = none + 1.0f / 5040;
-    series = fma(series, r, none + 1.0f / 720);
-    series = fma(series, r, none + 1.0f / 120);
-    series = fma(series, r, none + 1.0f / 24);
-    series = fma(series, r, none + 1.0f / 6);
-    series = fma(series, r, none + 0.5f);
+    V series = zero + 1.0f / 5040;
+    series = fma(series, r, zero + 1.0f / 720);
+    series = fma(series, r, zero + 1.0f / 120);
+    series = fma(series, r, zero + 1.0f / 24);
+    series = fma(series, r, zero + 1.0f / 6);
+    series = fma(series, r, zero + 0.5f);
     return fma(series, r * r, r);
 }
 

@@ -1,7 +1,7 @@
 // Vectors of sixteen lanes, in as many registers as they take.
 //
-// gcc keeps a vector that is longer than a register in memory. Such a vector is a Twice: two vectors of half
-// its length, down to those that fit a register, which are the compiler's own.
+// gcc keeps a vector that is longer than a register in memory. Such a vector is a Twice here: two vectors of
+// half its length, and so on down to native ones (`vector_size`) that fit a register.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ template <class Half> struct Twice;
 template <class V> constexpr bool IS_TWICE = false;
 template <class Half> constexpr bool IS_TWICE<Twice<Half>> = true;
 
-// N lanes of E. Lanes shorter than 32 bits are divided like those of 32 bits, to which they are converted.
+// N lanes of E. Lanes shorter than 32 bits are divided as if they had 32, so that halves widen to halves.
 template <class E, int N, bool FITS = N * (sizeof(E) < 4 ? 4 : sizeof(E)) <= REGISTER> struct VectorOf {
     typedef E type __attribute__((vector_size(N * sizeof(E))));
 };
@@ -42,7 +42,7 @@ template <class V> using Element = typename ElementOf<V>::type;
 template <class V> constexpr int LENGTH = sizeof(V) / sizeof(Element<V>);
 template <class V> using AllLanes = std::make_integer_sequence<int, LENGTH<V>>;
 
-// x in every lane, bit by bit: adding it to zeros would change -0.
+// x in every lane, copied: zero plus -0 would be 0.
 template <class V, int... I>
 static INLINE inline V spread(Element<V> x, std::integer_sequence<int, I...>) {
     return V{((void)I, x)...};
@@ -115,7 +115,7 @@ template <class V> static INLINE inline void store_bits(void *p, V v) {
     else std::memcpy(p, &v, sizeof v);
 }
 
-// The lanes of a vector of the compiler, from FROM on.
+// The lanes of a native vector from FROM on.
 template <int FROM, class V, int... I>
 static INLINE inline auto lanes_after(V v, std::integer_sequence<int, I...>) {
     return __builtin_shufflevector(v, v, (FROM + I)...);
@@ -153,7 +153,7 @@ template <class To, class From> static INLINE inline To convert(From v) {
     }
 }
 
-// The elements of a and b by turns, within each 16 bytes: the first half of them, or with HIGH the last half.
+// The elements of a and b by turns, as punpckl and punpckh do it: of each 16 bytes the low half, or the HIGH.
 template <class E, bool HIGH, class V, int... I>
 static INLINE inline V zip(V a, V b, std::integer_sequence<int, I...>) {
     typedef E Elements __attribute__((vector_size(sizeof(V))));
