@@ -68,10 +68,6 @@ template <class Step> constexpr int WEIGHTS = Step::PARTS == 2 ? TILE / 2 : TILE
 // A dot product is eight chains: for each quarter of a vector, one of the even lanes and one of the odd
 // lanes. A tree adds them: even and odd, then neighbouring quarters, then halves. Two keys share a vector
 // (`join`), and several sums are added together, so that lanes freed by one sum hold those of another.
-static INLINE inline f32x16 sum_of_pairs(f32x16 a, f32x16 b) {
-    return zip<double, false>(a, b) + zip<double, true>(a, b);
-}
-
 #if defined(__AVX512F__)
 constexpr int SUMS = 16, MOST_QUERIES = 4;
 
@@ -87,7 +83,7 @@ template <int N> static INLINE inline void add_quarters(const f32x16 *from, f32x
 static INLINE inline void add_chains(const f32x16 *sum, float *dots) {
     f32x16 quarters[8], halves[4], all[2];
     for (int i = 0; i < 8; i++)
-        quarters[i] = sum_of_pairs(sum[2 * i], sum[2 * i + 1]);
+        quarters[i] = add_pairs(sum[2 * i], sum[2 * i + 1]);
     add_quarters<4>(quarters, halves), add_quarters<2>(halves, all);
     store(dots, all[0]), store(dots + 16, all[1]);
 }
@@ -102,7 +98,7 @@ template <class V> static INLINE inline f32x4 sum_of_quarters(V v) {
 
 static INLINE inline void add_chains(const f32x16 *sum, float *dots) {
     for (int i = 0; i < SUMS; i += 2)
-        store_bits(dots + 2 * i, sum_of_quarters(sum_of_pairs(sum[i], sum[i + 1])));
+        store_bits(dots + 2 * i, sum_of_quarters(add_pairs(sum[i], sum[i + 1])));
 }
 #endif
 

@@ -48,12 +48,6 @@ constexpr BlockLayout block_layout(int code) {
     }
 }
 
-template <typename T> static INLINE inline T bytes_at(const uint8_t *p) {
-    T value;
-    std::memcpy(&value, p, sizeof value);
-    return value;
-}
-
 // The value of an FP8 (E4M3) code, divided by 2^8.
 static inline float from_fp8(uint8_t code) {
     const float size = float_of((uint32_t)(code & 0x7f) << 20) * 0x1p112f;
@@ -83,7 +77,7 @@ static INLINE inline f32x16 from_fp8(u8x16 codes) {
 // The bits that a plane has of a step of 32 codes, shifted to begin at bit `left`.
 static INLINE inline u8x32 plane_codes(const uint8_t *block, const Plane &plane, int step, int left) {
     typedef uint16_t Words __attribute__((vector_size(32)));
-    const auto words = bytes_at<Words>(block + plane.byte(step));
+    const auto words = load_bits<Words>(block + plane.byte(step));
     const int right = plane.shift(step) - left;
     const uint8_t mask = (uint8_t)(((1 << plane.bits) - 1) << left);
     return (u8x32)(right < 0 ? words << -right : words >> right) & mask;
@@ -111,7 +105,7 @@ template <int CODE> struct BlockHeads {
             const u32x4 upper = words<2, 2, 2, 2>(at) >> u32x4{0, 0, 0, 4} & u32x4{0, FOUR, 0, FOUR};
             store(values, halves_at(block) * to_floats((u8x16)(lower | upper)));
         } else if (CODE == NVFP4) {  // `from_fp8` divides by 2^8
-            store(values, splat(bytes_at<float>(block + L.scale)) * (from_fp8(at) * 256.0f));
+            store(values, splat(load_bits<float>(block + L.scale)) * (from_fp8(at) * 256.0f));
         } else if (CODE == Q2_K) {
             store(values, splat(half_at(block + L.scale)) * to_floats(at & 15));
             store(values + 16, splat(-half_at(block + L.low)) * to_floats(at >> 4));
@@ -139,11 +133,11 @@ template <int CODE> struct BlockHeads {
     template <int A, int B, int C, int D> static INLINE inline u32x4 words(u8x16 bytes) {
         return __builtin_shufflevector((u32x4)bytes, (u32x4)bytes, A, B, C, D);
     }
-    static INLINE inline float half_at(const uint8_t *p) { return from_half(bytes_at<uint16_t>(p)); }
+    static INLINE inline float half_at(const uint8_t *p) { return from_half(load_bits<uint16_t>(p)); }
     // Eight copies of a block's first half float, and eight of the second with the opposite sign.
     static INLINE inline f32x16 halves_at(const uint8_t *block) {
 #if defined(__AVX512VL__)
-        const __m128 two = _mm_cvtph_ps(_mm_cvtsi32_si128(bytes_at<int>(block)));
+        const __m128 two = _mm_cvtph_ps(_mm_cvtsi32_si128(load_bits<int>(block)));
         const u32x16 places{0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
         const __m512 all = _mm512_permutexvar_ps((__m512i)places, _mm512_castps128_ps512(two));
         return (f32x16)((u32x16)all ^ places << 31);

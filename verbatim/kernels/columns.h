@@ -115,9 +115,7 @@ static NOINLINE void column_tile(const Place<T> &p, const T *w, int64_t stride, 
                 const int count = std::min(16, n - i);
                 f32x16 v = sums[0][r][i / 16];
                 if (p.bias) v += load_first(p.bias + col + i, count);
-                std::remove_pointer_t<decltype(out)> lanes[16];
-                store(lanes, v);
-                std::memcpy(out, lanes, count * sizeof *lanes);
+                store_first(out, v, count);
             }
         });
     }

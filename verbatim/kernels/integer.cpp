@@ -60,11 +60,7 @@ template <typename T, typename O> struct IntegerWork {
                 f32x16 sum = kept()[r - begin][v];
                 if (bias) sum += left == 16 ? load(bias + 16 * v) : load_first(bias + 16 * v, left);
                 if (left == 16) store(to + 16 * v, sum);
-                else {
-                    O lanes[16];
-                    store(lanes, sum);
-                    std::memcpy(to + 16 * v, lanes, left * sizeof(O));
-                }
+                else store_first(to + 16 * v, sum, left);
             }
         }
     }

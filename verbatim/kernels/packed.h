@@ -365,7 +365,7 @@ template <int CODE> struct Group<0, CODE, BLOCK> {
                                    _mm512_set1_ps(heads->low(group)));
         };
         if constexpr (in_pairs(CODE)) {  // two groups share a table: of two steps, or of one
-            const __m512i both = _mm512_cvtepu8_epi16(bytes_at<__m256i>(block + block_layout(CODE).lower.byte(i)));
+            const __m512i both = _mm512_cvtepu8_epi16(load_bits<__m256i>(block + block_layout(CODE).lower.byte(i)));
             const __m512i upper = _mm512_set1_epi16(16);
             const __m512i second = CODE == NVFP4 ? _mm512_inserti64x4(upper, __m256i{}, 0) : upper;
             const int first = CODE == NVFP4 ? 2 * i : i & ~1;

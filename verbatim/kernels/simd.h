@@ -191,6 +191,11 @@ template <class V> static INLINE inline Element<V> sum(V v) {
     else return sum(low_half(v) + high_half(v));
 }
 
+// Within each quarter, the sums of a's first and last two lanes, and then those of b's.
+static INLINE inline f32x16 add_pairs(f32x16 a, f32x16 b) {
+    return zip<double, false>(a, b) + zip<double, true>(a, b);
+}
+
 // The largest lane, by the same tree.
 template <class V> static INLINE inline Element<V> max_lane(V v) {
     if constexpr (LENGTH<V> == 2) return v[0] > v[1] ? v[0] : v[1];
