@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,15 @@ from support.pairwise import slow_but
 from support.programs import run_program
 from verbatim import LLM, kernels
 from verbatim.kernels.functions import run
-from verbatim.kernels.packing import Packing, WeightPacking
+from verbatim.kernels.packing import BLOCKS, Encoding, Packing, WeightPacking
 from verbatim.model.products import linear, matmul
-from verbatim.quantization.formats import KV_PACKINGS
+from verbatim.quantization.formats import GROUP_SIZES, KV_PACKINGS
 from verbatim.quantization.matrix import QuantizedMatrix, pack
 
 PAIRS, FLOATS, FASTEST = 0, 1, -1
 SETS = kernels.available()
+OF_4_BITS = [Encoding.NF4, Encoding.FP4, Encoding.MXFP4, Encoding.CENTERED]
+OF_8_BITS = [Encoding.FP8, *BLOCKS]
 HASHES = Path(__file__).with_name("hashes.cpp")
 BITS = Path(__file__).parents[1] / "support" / "bits.py"
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="there are no compiled kernels")
@@ -95,6 +98,20 @@ def test_products_with_quantized_weights(kind: str, bits: int) -> None:
         quantized = QuantizedMatrix(pack(weight, packing), packing)
         for rows in 1, 6, 60:
             assert_same_everywhere(partial(linear, numbers("plain", rows, depth), quantized))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("encoding", [*Encoding], ids=lambda encoding: encoding.name)
+def test_products_with_any_bits_in_quantized_weights(encoding: Encoding, dtype: torch.dtype) -> None:
+    widths = (4,) if encoding in OF_4_BITS else (8,) if encoding in OF_8_BITS else (4, 8)
+    noise = torch.Generator().manual_seed(encoding.value)
+    for bits, group in product(widths, GROUP_SIZES):
+        for depth in (256,) if encoding in BLOCKS else (group, 2 * group + 5):
+            packing = WeightPacking((150, depth), dtype, Packing(bits, group, encoding))
+            data = torch.randint(256, (packing.nbytes,), dtype=torch.uint8, generator=noise)
+            for rows in 1, 3, 8:
+                x = numbers("plain", rows, depth, dtype=dtype)
+                assert_same_everywhere(partial(linear, x, QuantizedMatrix(data, packing)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)

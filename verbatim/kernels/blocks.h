@@ -49,30 +49,21 @@ constexpr BlockLayout block_layout(int code) {
 }
 
 // The value of an FP8 (E4M3) code, divided by 2^8.
-static inline float from_fp8(uint8_t code) {
-    const float size = float_of((uint32_t)(code & 0x7f) << 20) * 0x1p112f;
-    return code & 0x80 ? -size : size;
-}
+static inline float from_fp8(uint8_t code) { return from_half((code & 0x80) << 8 | (code & 0x7f) << 7); }
 
-#if defined(__AVX512F__)
-static INLINE inline f32x16 from_fp8(u8x16 codes) {
-    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)codes), 7);
-    return (f32x16)_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80)));
+// The same for codes that are the upper bytes of words.
+static INLINE inline f32x16 from_upper_fp8(u16x16 words) {
+    typedef Vector<int16_t, 16> Signed;
+    return from_halves((u16x16)((Signed)words >> 1) & (uint16_t)0xbf80);
 }
-#elif defined(__AVX2__)
 static INLINE inline f32x16 from_fp8(u8x16 codes) {
-    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)codes), 7);
-    const __m256i halves = _mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80));
-    return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
-            _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
-}
+#if defined(__AVX2__)
+    const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)codes), 7);
+    return from_halves(load_bits<u16x16>(&words) & (uint16_t)0xbf80);
 #else
-static INLINE inline f32x16 from_fp8(u8x16 codes) {
-    float out[16];
-    for (int i = 0; i < 16; i++) out[i] = from_fp8((uint8_t)codes[i]);
-    return load(out);
-}
+    return from_upper_fp8(convert<u16x16>(codes) << 8);
 #endif
+}
 
 // The bits that a plane has of a step of 32 codes, shifted to begin at bit `left`.
 static INLINE inline u8x32 plane_codes(const uint8_t *block, const Plane &plane, int step, int left) {
@@ -97,18 +88,19 @@ template <int CODE> struct BlockHeads {
     static constexpr int COUNT = 1, GROUPS = BLOCK / L.group;  // COUNT: of blocks
     alignas(64) float values[32];
 
-    INLINE inline void read(const uint8_t *block) {
+    // Returns what `Heads::read` of packed.h does. Half floats are never too small.
+    INLINE inline bool read(const uint8_t *block) {
         u8x16 at{};
         std::memcpy(&at, block + L.scales, CODE == Q3_K ? 12 : 16);
         if (L.group == 32) {  // eight of each
             const u32x4 lower = words<0, 0, 1, 1>(at) >> u32x4{0, 2, 0, 2} & u32x4{SIX, UPPER, SIX, UPPER};
             const u32x4 upper = words<2, 2, 2, 2>(at) >> u32x4{0, 0, 0, 4} & u32x4{0, FOUR, 0, FOUR};
-            store(values, halves_at(block) * to_floats((u8x16)(lower | upper)));
+            put(0, halves_at(block) * to_floats((u8x16)(lower | upper)));
         } else if (CODE == NVFP4) {  // `from_fp8` divides by 2^8
-            store(values, splat(load_bits<float>(block + L.scale)) * (from_fp8(at) * 256.0f));
+            put(0, splat(load_bits<float>(block + L.scale)) * (from_fp8(at) * 256.0f));
         } else if (CODE == Q2_K) {
-            store(values, splat(half_at(block + L.scale)) * to_floats(at & 15));
-            store(values + 16, splat(-half_at(block + L.low)) * to_floats(at >> 4));
+            put(0, splat(half_at(block + L.scale)) * to_floats(at & 15));
+            put(16, splat(-half_at(block + L.low)) * to_floats(at >> 4));
         } else {
             f32x16 factors;
             if (CODE == Q6_K) factors = to_floats(at ^ 128) - 128.0f;
@@ -117,10 +109,12 @@ template <int CODE> struct BlockHeads {
                 const u32x4 upper = words<2, 2, 2, 2>(at) << u32x4{4, 2, 0, 0} >> u32x4{0, 0, 0, 2} & UPPER;
                 factors = to_floats((u8x16)(lower | upper)) - 32.0f;
             }
-            store(values, splat(half_at(block + L.scale)) * factors);
+            put(0, splat(half_at(block + L.scale)) * factors);
         }
         // Broadcasting numbers from memory costs less than from other lanes.
         asm("" : "+m"(values));
+        constexpr uint32_t ONE = 1, LEAST = (127 - 108) << 23;  // FP8 scales are at least 2^-9
+        return CODE != NVFP4 || (load_bits<uint32_t>(block + L.scale) & INT32_MAX) - ONE >= LEAST - ONE;
     }
     INLINE inline float scale(int group) const { return values[group]; }
     // Adding -0 preserves the sign of a zero.
@@ -130,6 +124,7 @@ template <int CODE> struct BlockHeads {
 
   private:
     static constexpr uint32_t FOUR = 0x0f0f0f0f, SIX = 0x3f3f3f3f, UPPER = 0x30303030;  // masks of bytes
+    INLINE inline void put(int at, f32x16 v) { store(values + at, roundable(v)); }
     template <int A, int B, int C, int D> static INLINE inline u32x4 words(u8x16 bytes) {
         return __builtin_shufflevector((u32x4)bytes, (u32x4)bytes, A, B, C, D);
     }

@@ -47,21 +47,16 @@ static bool is_packed(const Matrix &m) {
     return (m.format & 255) == INT8 || (m.format & 255) == INT4;
 }
 
-// Few rows: those of one tile. Quantized weights are dequantized in registers only where that is faster than
-// dequantizing a strip.
-#if defined(__AVX512BF16__)
-template <typename T> constexpr int64_t FEW_ROWS = sizeof(T) == 2 ? 8 : PANEL_ROWS;
-template <typename T> constexpr bool IN_REGISTERS = sizeof(T) == 2;
-#else
-template <typename T> constexpr int64_t FEW_ROWS = PANEL_ROWS;
-template <typename T> constexpr bool IN_REGISTERS = false;
-#endif
+// Few rows: those of one tile.
+template <typename T> constexpr int64_t FEW_ROWS = HAS_PAIRS && sizeof(T) == 2 ? 8 : PANEL_ROWS;
+// So few that quantized weights are dequantized in registers, to bf16. (More take minutes to compile.)
+constexpr int64_t FEW_OF_PACKED = HAS_PAIRS ? 8 : std::min<int64_t>(3, PANEL_ROWS);
 constexpr int64_t FEW_OF_COLUMNS = PANEL_ROWS == 6 ? 8 : PANEL_ROWS;  // few rows, for w[K, N]
 
 // Interleaved rows are stored in panels, and a tile reads one: at most FEW_ROWS rows make a single panel.
 template <typename T> static bool in_streams(const Matrix &m, int64_t rows, bool interleaved) {
     if (m.transposed) return rows <= (interleaved ? FEW_ROWS<T> : FEW_OF_COLUMNS);
-    return rows <= FEW_ROWS<T> && (IN_REGISTERS<T> || !is_packed(m));
+    return rows <= (!is_packed(m) ? FEW_ROWS<T> : IS_BF16<T> ? FEW_OF_PACKED : 0);
 }
 
 // Division of rows `begin` to `end` into panels: their number, and the first row of each.
@@ -263,7 +258,6 @@ template <typename T> struct Copied : Scratch<T> {
     }
 };
 
-#if defined(__AVX512BF16__)
 static void few_rows_packed(const Work<bf16> &work, const Strip &strip, const char *after) {
     const Matrix &m = *strip.matrix;
     const RowLayout row = strip.layout();
@@ -274,10 +268,12 @@ static void few_rows_packed(const Work<bf16> &work, const Strip &strip, const ch
         of_height(work.rows, [&](auto r, auto cols) {
             // In registers, 4-bit codes are always indices of a table, even if it is just 0 to 15. Codes that
             // are converted one by one need more registers.
-            constexpr bool FOUR = bits_of(code) == 4, WIDE = !FOUR && !in_pairs(code);
-            constexpr int R = r.value, C = WIDE && R > 6 ? 2 : cols.value, CODE = FOUR ? TABLE : code.value;
-            const FlushSubnormals<true> flush;
-            quick = packed_strip<R, C, CODE, group.value>(p, first, row, strip.width, after);
+            constexpr int R = r.value, CODE = bits_of(code) == 4 ? TABLE : code.value;
+            constexpr int C = !HAS_PAIRS ? R == 1 ? 2 : 1 : looks_up(CODE) || R <= 6 ? cols.value : 2;
+            if constexpr (R <= FEW_OF_PACKED) {
+                const FlushSubnormals<true> flush;
+                quick = packed_strip<R, C, CODE, group.value>(p, first, row, strip.width, after);
+            }
         });
     });
     if (quick) return;
@@ -289,9 +285,6 @@ static void few_rows_packed(const Work<bf16> &work, const Strip &strip, const ch
                             FromL2{NEAR_BYTES});
     });
 }
-#else
-static void few_rows_packed(const Work<bf16> &, const Strip &, const char *) {}
-#endif
 static void few_rows_packed(const Work<float> &, const Strip &, const char *) {}
 
 // ---- bf16 as floats ----

@@ -4,8 +4,6 @@
 #include "packed.h"
 #include "tile.h"
 
-#if defined(__AVX512BF16__)
-
 namespace {
 
 // Sums of columns over all of K, with each stream prefetched. False: the weights need the slow rounding.
@@ -13,13 +11,13 @@ template <int R, int C, int CODE, int GROUP>
 static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16> &p,
                                       const uint8_t *const (&w)[C], const RowLayout &row,
                                       const Stream &stream) {
-    constexpr int BITS = bits_of(CODE), BYTES = bytes_of(CODE, GROUP);
+    constexpr int BYTES = bytes_of(CODE, GROUP);
     using OfGroups = std::conditional_t<in_blocks(CODE), BlockHeads<CODE>, Heads>;
-    const __m512 numbers = _mm512_load_ps(row.numbers());
+    const f32x16 numbers = load(row.numbers());
     const auto ahead_of = [&](int64_t at) INLINE {
         return at + AHEAD_BYTES + (at + AHEAD_BYTES < stream.end ? 0 : stream.jump);
     };
-    const bf16 *x = p.x;
+    const auto *x = p.x;
     OfGroups heads[C];
     bool quick = true;
     int64_t at = 0;
@@ -30,23 +28,33 @@ static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16>
             for (int b = 0; b < count * BYTES; b += 64) prefetch<false>(w[c] + ahead + b);
         });
         each<count>([&](auto n) INLINE {
-            Group<BITS, CODE, GROUP> groups[C];
-            each<C>([&](auto c) INLINE { groups[c] = {w[c] + at + n * BYTES, heads[c], i + n, numbers}; });
-            each<GROUP / 32>([&](auto step) INLINE {
-                __m512bh weights[C];
-                each<C>([&](auto c) INLINE { weights[c] = groups[c].step(step); });
-                each<R>([&](auto r) INLINE {
-                    const __m512bh inputs = part_of<0>(x + GROUP * R * n + 32 * (step * R + r));
-                    each<C>([&](auto c) INLINE { acc.of(r, c) = mac(acc.of(r, c), inputs, weights[c]); });
+            const auto add_columns = [&](auto first, auto columns) INLINE {
+                const auto weights = array_of<columns>([&](auto c) INLINE {
+                    return weights_by_step<CODE, GROUP>(w[first + c] + at + n * BYTES, heads[first + c], i + n,
+                                                        numbers);
                 });
-            });
+                each<GROUP / 32>([&](auto step) INLINE {
+                    const auto of_step = array_of<columns>([&](auto c) INLINE { return weights[c](step); });
+                    each<PARTS<bf16>>([&](auto part) INLINE {
+                        each<R>([&](auto r) INLINE {
+                            const auto inputs = part_of<part>(x + GROUP * R * n + 32 * (step * R + r));
+                            each<columns>([&](auto c) INLINE {
+                                auto &sum = acc.of(r, first + c);
+                                sum = mac(sum, inputs, part_of<part>(of_step[c]));
+                            });
+                        });
+                    });
+                });
+            };
+            if constexpr (HAS_PAIRS) add_columns(std::integral_constant<int, 0>(), std::integral_constant<int, C>());
+            else each<C>([&](auto c) INLINE { add_columns(c, std::integral_constant<int, 1>()); });
         });
         at += count * BYTES, x += count * GROUP * R;
     };
     for (int64_t g = 0; g < row.whole; g += OfGroups::COUNT) {
         const int count = (int)std::min<int64_t>(OfGroups::COUNT, row.whole - g);
         each<C>([&](auto c) INLINE {
-            if constexpr (in_blocks(CODE)) heads[c].read(w[c] + at);
+            if constexpr (in_blocks(CODE)) quick &= heads[c].read(w[c] + at);
             else quick &= heads[c].read(row, w[c] + row.code_bytes + g * row.head_bytes, count);
         });
         constexpr int LINE = std::max(1, 64 / BYTES);  // groups per cache line
@@ -94,5 +102,3 @@ static NOINLINE bool packed_strip(const Place<bf16> &p, const uint8_t *weights,
 }
 
 }  // namespace
-
-#endif

@@ -7,12 +7,6 @@
 // instruction set. NaNs alone may differ, in sign and payload.
 #pragma once
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
 #include "vectors.h"
 
 namespace vb {
@@ -28,13 +22,16 @@ typedef uint16_t bf16;  // the upper half of a float's bits
 static INLINE inline f32x16 splat(float x) { return spread<f32x16>(x); }
 static INLINE inline f32x16 load(const float *p) { return load_bits<f32x16>(p); }
 
+// Whether the processor multiplies pairs of bf16, and rounds to them (wide.h).
+#if defined(__AVX512BF16__)
+constexpr bool HAS_PAIRS = true;
+#else
+constexpr bool HAS_PAIRS = false;
+#endif
+
 // Whether lines from memory are prefetched to the L2 instead of the L1 cache. A core can wait for more of
 // them there; L1 is better where the arithmetic takes longer than memory does.
-#if defined(__AVX512BF16__)
-constexpr bool TO_L2 = true;
-#else
-constexpr bool TO_L2 = false;
-#endif
+constexpr bool TO_L2 = HAS_PAIRS;
 
 // Always inlined: gcc takes it for a function without effects, and drops calls of it.
 template <bool L2> static INLINE inline void prefetch(const void *p) {
@@ -51,6 +48,16 @@ template <typename T> static inline f32x16 load_first(const T *p, int n) {
     T lanes[16] = {};
     std::memcpy(lanes, p, n * sizeof(T));
     return load(lanes);
+}
+
+template <class V> static INLINE inline V load_bits_first(const void *p, int n) {
+    if (n == LENGTH<V>) return load_bits<V>(p);
+#if defined(__AVX512F__)
+    if constexpr (sizeof(V) == 64) return (V)_mm512_maskz_loadu_epi32((__mmask16)((1u << n) - 1), p);
+#endif
+    Element<V> lanes[LENGTH<V>] = {};
+    std::memcpy(lanes, p, n * sizeof *lanes);
+    return load_bits<V>(lanes);
 }
 
 // Stores results that are not read again soon, without loading their cache lines. `p` is aligned to 64 bytes.
@@ -93,12 +100,26 @@ static inline float float_of(uint32_t bits) {
     return x;
 }
 
+// The values of half floats, whether subnormals are flushed or not.
 static inline float from_half(uint32_t bits) {
 #if defined(__F16C__)
     return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128((int)bits)));
 #else
-    const float size = float_of((bits & 0x7fff) << 13) * 0x1p112f;
-    return bits & 0x8000 ? -size : size;
+    const uint32_t exponent = bits >> 10 & 31, size = bits & 0x7fff;
+    const float value = exponent ? float_of((size << 13) + (exponent < 31 ? 112 << 23 : 224 << 23))
+                                 : (float)size * 0x1p-24f;
+    return bits & 0x8000 ? -value : value;
+#endif
+}
+static INLINE inline f32x16 from_halves(u16x16 bits) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtph_ps((__m256i)bits);
+#elif defined(__F16C__)
+    return {_mm256_cvtph_ps((__m128i)bits.low), _mm256_cvtph_ps((__m128i)bits.high)};
+#else
+    float out[16];
+    for (int i = 0; i < 16; i++) out[i] = from_half(bits[i]);
+    return load(out);
 #endif
 }
 
@@ -196,11 +217,28 @@ static INLINE inline f32x16 add_pairs(f32x16 a, f32x16 b) {
     return zip<double, false>(a, b) + zip<double, true>(a, b);
 }
 
+// Whether any lane of a mask is set.
+template <class Mask> static INLINE inline bool any(Mask mask) {
+    if constexpr (sizeof(Mask) > 16) return any(low_half(mask) | high_half(mask));
+    else return ((Vector<int64_t, 2>)mask)[0] | ((Vector<int64_t, 2>)mask)[1];
+}
+
 // The largest lane, by the same tree.
 template <class V> static INLINE inline Element<V> max_lane(V v) {
     if constexpr (LENGTH<V> == 2) return v[0] > v[1] ? v[0] : v[1];
     else return max_lane(max(low_half(v), high_half(v)));
 }
+
+// Rounds to bf16 as `to_bf16` does, in the upper half of each lane; the lower half is undefined. A NaN must
+// be `canonical`.
+static INLINE inline u32x16 round_upper(f32x16 v) {
+    const u32x16 bits = (u32x16)v;
+    return bits + 0x7fffu + ((bits >> 16) & 1u);
+}
+static INLINE inline f32x16 canonical(f32x16 v) { return select(v == v, v, splat(__builtin_nanf(""))); }
+
+// For operands of what is rounded later: their NaNs are what the rounding needs.
+static INLINE inline f32x16 roundable(f32x16 v) { return HAS_PAIRS ? v : canonical(v); }
 
 // Sixteen floats rounded to bf16, as `to_bf16` rounds one.
 static INLINE inline u16x16 narrow(f32x16 v) {
@@ -210,9 +248,7 @@ static INLINE inline u16x16 narrow(f32x16 v) {
     if (__builtin_expect(!_mm512_fpclass_ps_mask((__m512)v, NANS | SUBNORMAL), 1))
         return (u16x16)_mm512_cvtneps_pbh((__m512)v);
 #endif
-    u32x16 bits = (u32x16)v;
-    bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    bits = select(v == v, bits, u32x16{} + 0x7fc0u);
+    const u32x16 bits = round_upper(canonical(v)) >> 16;
 #if defined(__AVX512F__)
     return (u16x16)_mm512_cvtepi32_epi16((__m512i)bits);
 #else

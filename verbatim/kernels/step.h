@@ -2,12 +2,12 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <type_traits>
 #include <utility>
 
 #include "packed.h"
-#include "wide.h"
 
 #define NOINLINE __attribute__((noinline))
 
@@ -22,6 +22,16 @@ static INLINE inline void each_of([[maybe_unused]] F f, std::integer_sequence<in
 }
 template <int N, typename F> static INLINE inline void each(F f) {
     each_of(f, std::make_integer_sequence<int, N>());
+}
+
+// An array of f(0), .., f(N - 1).
+template <typename F, int... I>
+static INLINE inline auto array_of(F f, std::integer_sequence<int, I...>) {
+    return std::array<decltype(f(std::integral_constant<int, 0>())), sizeof...(I)>{
+        f(std::integral_constant<int, I>())...};
+}
+template <int N, typename F> static INLINE inline auto array_of(F f) {
+    return array_of(f, std::make_integer_sequence<int, N>());
 }
 
 // The output of a product in T: rounded to T, or in float.
@@ -50,6 +60,7 @@ template <typename T> constexpr int PARTS = IS_BF16<T> && !HAS_PAIRS ? 2 : 1;
 
 // Part P of a step; or of one with only the first n elements, the others zero.
 template <int P> static INLINE inline f32x16 part_of(const float *p) { return load(p + 16 * P); }
+template <int P> static INLINE inline f32x16 part_of(const Sixteens &step) { return step.at[P]; }
 template <int P> static INLINE inline f32x16 part_of_first(const float *p, int n) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
@@ -59,6 +70,7 @@ template <int P> static INLINE inline f32x16 part_of_first(const float *p, int n
 }
 #if defined(__AVX512BF16__)
 template <int P> static inline __m512bh part_of(const bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
+template <int P> static INLINE inline __m512bh part_of(__m512bh pairs) { return pairs; }
 template <int P> static inline __m512bh part_of_first(const bf16 *p, int n) {
     return (__m512bh)_mm512_maskz_loadu_epi16((__mmask32)((1ull << n) - 1), p);
 }

@@ -4,6 +4,12 @@
 // half its length, and so on down to native ones (`vector_size`) that fit a register.
 #pragma once
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -149,6 +155,16 @@ template <class To, class From> static INLINE inline To convert(From v) {
         typedef decltype(To::low) Half;
         return {convert<Half>(low_half(v)), convert<Half>(high_half(v))};
     } else {
+#if defined(__AVX2__)  // gcc 12 widens in halves
+        constexpr bool SIGNED = std::is_signed_v<Element<From>>;
+        constexpr bool WIDENS = sizeof(Element<From>) == 2 && sizeof(To) == 2 * sizeof(From);
+        if constexpr (WIDENS && sizeof(To) == 32)
+            return (To)(SIGNED ? _mm256_cvtepi16_epi32((__m128i)v) : _mm256_cvtepu16_epi32((__m128i)v));
+#if defined(__AVX512F__)
+        if constexpr (WIDENS && sizeof(To) == 64)
+            return (To)(SIGNED ? _mm512_cvtepi16_epi32((__m256i)v) : _mm512_cvtepu16_epi32((__m256i)v));
+#endif
+#endif
         return __builtin_convertvector(v, To);
     }
 }

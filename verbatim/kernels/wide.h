@@ -14,12 +14,6 @@
 
 namespace vb {
 
-#if defined(__AVX512BF16__)
-constexpr bool HAS_PAIRS = true;
-#else
-constexpr bool HAS_PAIRS = false;
-#endif
-
 // 1: use floats, 0: use pairs, -1: what is faster. Without the instruction, floats are always used.
 inline std::atomic<int> chosen_width = -1;
 
