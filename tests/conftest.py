@@ -118,6 +118,18 @@ def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verbatim.api.llm.open_engine", poisoned)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quick_measurements() -> Iterator[None]:
+    """Measure a machine's speeds with few bytes: each process and each folder of a disk tier is measured."""
+    from verbatim.placement.offload import machine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "_MATRIX", (256, 256))
+        patch.setattr(machine, "_WEIGHT_BYTES", 1_000_000)
+        patch.setattr(machine, "_WRITE_BYTES", 1_000_000)
+        yield
+
+
 @pytest.fixture
 def no_thread_left() -> Iterator[None]:
     """Check that a test leaves no thread of Verbatim that it started."""
