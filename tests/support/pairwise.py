@@ -85,10 +85,16 @@ def slow_but(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
     ]
 
 
-def parametrize_combinations(**dimensions: Sequence[Any]) -> pytest.MarkDecorator:
-    """Run a test with every pair of values; in the fast suite, only with every value."""
+def parametrize_combinations(
+    num_fast: int | None = None, /, **dimensions: Sequence[Any]
+) -> pytest.MarkDecorator:
+    """Run a test with every pair of values; in the fast suite, only with every value.
+
+    Args:
+        num_fast: number of cases in the fast suite, if not as many as contain every value.
+    """
     cases = some_combinations(**dimensions)
-    fast = max(map(len, dimensions.values()))
+    fast = max(map(len, dimensions.values())) if num_fast is None else num_fast
     params = [
         pytest.param(*case, marks=[pytest.mark.slow] * (i >= fast)) for i, case in enumerate(cases)
     ]
