@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from support.backends import by
+from support.pairwise import parametrize_combinations
 from support.poison import poison
 from support.toys import make_toy, random_ids
 from verbatim import LLM, NotSupported, Offload, SamplingParams, kernels
@@ -116,9 +117,7 @@ def in_any_cut(shapes: list[LayerShape], dtype: Any, step: Step) -> Tensor:
     return whole
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("top_k", [1, 20, LENGTH])
-@pytest.mark.parametrize("has_sinks", [False, True])
+@parametrize_combinations(dtype=DTYPES, top_k=[1, 20, LENGTH], has_sinks=[False, True])
 def test_attention_to_chosen_keys_has_the_same_bits_in_any_chunking(
     dtype: Any, top_k: int, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,11 +146,11 @@ def test_attention_to_chosen_keys_has_the_same_bits_in_any_chunking(
     assert top_k == LENGTH or not torch.equal(found[top_k:], plain[top_k:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("window", "every"), [(7, 4), (LENGTH, 16), (1, 2)])
+@parametrize_combinations(dtype=DTYPES, reach=[(7, 4), (LENGTH, 16), (1, 2)])
 def test_attention_to_window_and_records_has_the_same_bits_in_any_chunking(
-    dtype: Any, window: int, every: int
+    dtype: Any, reach: tuple[int, int]
 ) -> None:
+    window, every = reach
     numbers = torch.Generator().manual_seed(0)
     k, v, q = (torch.randn(LENGTH, heads, 16, generator=numbers) for heads in (1, 1, 4))
     sinks, positions = torch.randn(4, generator=numbers), torch.arange(LENGTH)

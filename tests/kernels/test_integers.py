@@ -207,6 +207,7 @@ for bits in (8, 4):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("avx512" not in kernels.available(), reason="the processor has no AVX-512")
 def test_vnni_and_its_emulation_have_the_same_bits() -> None:
     outputs = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.pairwise import slow_but
+from support.pairwise import parametrize_combinations, slow_but
 from support.requests_mixed import all_facts, generated, mixed_requests
 from support.stages import staged
 from support.sweep import build
@@ -59,7 +59,7 @@ def plainly(folder: Path, prompts: Any, params: Any, **options: Any) -> list[Any
 @pytest.mark.parametrize(
     "options", slow_but([{}], [{}, dict(kv_dtype="int8", quantization="int4")]), ids=str
 )
-@pytest.mark.parametrize("name", slow_but(NAMES[::2], NAMES))
+@pytest.mark.parametrize("name", slow_but(["falcon_h1", "llama4_text"], NAMES))
 def test_recorded_steps_are_bit_identical_to_plain_steps(
     name: str, options: dict[str, Any], saved: Folders
 ) -> None:
@@ -74,7 +74,7 @@ def test_recorded_steps_are_bit_identical_to_plain_steps(
         assert all_facts(some) == [expected[i] for i in (0, 5, 6)]
 
 
-@pytest.mark.parametrize("name", INDEXED[:2])
+@pytest.mark.parametrize("name", slow_but(INDEXED[:1], INDEXED[:2]))
 def test_indexer_choices_are_returned_by_a_model_with_recorded_steps(
     name: str, saved: Folders
 ) -> None:
@@ -196,8 +196,7 @@ def test_steps_that_depend_on_tensor_values_or_randomness_are_not_recorded(
         assert said in str(llm.info()["recorded_steps"])
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-@pytest.mark.parametrize("name", ["mamba2", "jetmoe"])
+@parametrize_combinations(name=["mamba2", "jetmoe"], recorded=[True, False])
 def test_steps_on_two_threads_give_the_same_bits(
     name: str, recorded: bool, saved: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
