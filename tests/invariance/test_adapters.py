@@ -123,11 +123,14 @@ def test_mixed_adapter_batch_is_bit_identical_to_requests_alone(
 @pytest.mark.parametrize(
     "options",
     [
-        dict(kv_memory=60_000, block_size=4),
-        dict(max_batch_tokens=5),
-        dict(placement=Offload(weights=(0, 50, 50), micro_batches=2)),
+        pytest.param(dict(kv_memory=60_000, block_size=4), id="evicted"),
+        pytest.param(dict(max_batch_tokens=5), id="chunked"),
+        pytest.param(
+            dict(placement=Offload(weights=(0, 50, 50), micro_batches=2)),
+            id="offload",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["evicted", "chunked", "offload"],
 )
 def test_adapter_results_are_bit_identical_when_evicted_chunked_or_offloaded(
     toy: Toy, expected: list[Any], options: dict[str, Any]
@@ -169,12 +172,11 @@ def test_adapters_on_stages_give_same_bits_after_stage_loss_and_sleep(
 @pytest.mark.parametrize(
     ("options", "kernels"),
     [
-        (dict(quantization="int4"), None),
-        (dict(quantization="w8a8"), None),
-        (dict(kv_dtype="int8"), None),
-        ({}, "none"),
+        pytest.param(dict(quantization="int4"), None, id="int4"),
+        pytest.param(dict(quantization="w8a8"), None, id="w8a8", marks=pytest.mark.slow),
+        pytest.param(dict(kv_dtype="int8"), None, id="K and V in int8", marks=pytest.mark.slow),
+        pytest.param({}, "none", id="without kernels", marks=pytest.mark.slow),
     ],
-    ids=["int4", "w8a8", "K and V in int8", "without kernels"],
 )
 def test_quantized_or_kernelless_adapter_batch_matches_requests_alone(
     toy: Toy, options: dict[str, Any], kernels: str | None, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +23,7 @@ import pytest
 
 from support import toys
 from support.lora import save_adapter
-from support.pairwise import Case, covering, pairs_of
+from support.pairwise import Case, covering, pairs_of, slow_but
 from support.requests_mixed import all_facts, check_nothing_is_left, facts, mixed_requests
 from support.routing_cases import other_keys
 from support.stages import check_threads_end, num_threads, staged
@@ -48,13 +49,7 @@ DIMENSIONS = {
     "architecture": ("qwen3", "deepseek_v3", *WITHOUT_MTP),
 }
 SLOW = ("tensor", "pipeline", "offloaded stages")
-# These architectures run mostly in torch operations; only this placement is in the fast suite.
-FAST = {
-    "deepseek_v4": "resident",
-    "minimax_m3": "offload",
-    "deepseek_v32": "offload",
-    "qwen3_next": "cluster",
-}
+IN_TORCH = ("deepseek_v4", "minimax_m3")  # mostly: their cases take up to five seconds
 REFUSED = {frozenset({("draft", "mtp"), ("architecture", name)}) for name in WITHOUT_MTP}
 # Sorted by architecture, whose cases share expected results.
 CASES = sorted(covering(DIMENSIONS, REFUSED), key=lambda case: case[:2:-1])
@@ -64,6 +59,24 @@ if os.environ.get("VERBATIM_CONFORMANCE") == "all":  # hundreds of cases, for la
         for case in itertools.product(*DIMENSIONS.values())
         if not pairs_of(DIMENSIONS, case) & REFUSED
     ]
+
+
+def fast_cases() -> list[Case]:
+    """Return one case per architecture that is not too slow, each with options that others use least."""
+    uses: Counter[tuple[str, str]] = Counter()
+
+    def seen(case: Case) -> tuple[int, int]:
+        counts = [uses[choice] for choice in zip(DIMENSIONS, case, strict=True)]
+        return -counts.count(0), sum(counts)
+
+    found = []
+    for architecture in sorted({*DIMENSIONS["architecture"]} - {*IN_TORCH}):
+        possible = [case for case in CASES if case[-1] == architecture and case[0] not in SLOW]
+        found.append(min(possible, key=seen))
+        uses.update(zip(DIMENSIONS, found[-1], strict=True))
+    return found
+
+
 LAST_MATRICES = r"\b(o_proj|o_b_proj|out_proj|c_proj)"  # output projections of attention and mixers
 LONG = SamplingParams(max_tokens=24, ignore_eos=True, seed=7)
 PROMPT = toys.random_ids(19, seed=5)
@@ -161,13 +174,9 @@ def expected(checkpoint: Folders) -> Callable[..., dict[str, Any]]:
     return of_case
 
 
-def marks(case: Case) -> Any:
-    placement, architecture = case[0], case[-1]
-    slow = placement in SLOW or FAST.get(architecture, placement) != placement
-    return pytest.param(case, id="-".join(case), marks=[pytest.mark.slow] * slow)
-
-
-@pytest.mark.parametrize("case", [marks(case) for case in CASES])
+@pytest.mark.parametrize(
+    "case", slow_but(*([(case,) for case in some] for some in (fast_cases(), CASES))), ids="-".join
+)
 def test_conformance(
     case: Case, checkpoint: Folders, expected: Callable[..., dict[str, Any]]
 ) -> None:
@@ -287,7 +296,7 @@ def check_update(
     assert facts(llm.generate([PROMPT], LONG)[0]) == expected(choice, seed=1)["long"]
 
 
-@pytest.mark.parametrize("architecture", WITHOUT_MTP)
+@pytest.mark.parametrize("architecture", slow_but(WITHOUT_MTP[::3], WITHOUT_MTP))
 def test_mtp_draft_is_rejected_for_architecture_without_mtp_layers(
     architecture: str, checkpoint: Folders
 ) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from support import sweep
 from support.layer_batches import BATCHES, outputs, reclass, wrong
 from support.odd_toys import DTYPES
+from support.pairwise import parametrize_combinations
 from support.requests_mixed import all_facts, mixed_requests
 from support.toys import make_toy
 from verbatim import LLM, NotSupported
@@ -65,8 +66,9 @@ def fused_and_plain(model: nn.Module) -> tuple[Decoder, Decoder]:
     return fused, Decoder(model, fused=False)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [case for case in FUSED if case in sweep.cases()])
+@parametrize_combinations(
+    15, case=[case for case in FUSED if case in sweep.cases()], dtype=[*DTYPES]
+)
 def test_fused_layers_are_bit_identical_to_plain_layers(case: str, dtype: str) -> None:
     model = sweep.build(case).to(DTYPES[dtype])
     fused, plain = Decoder(model), Decoder(model, fused=False)
@@ -164,8 +166,7 @@ def test_unsupported_layers_are_not_fused_and_report_reason(name: str) -> None:
     assert outputs(decoder) == outputs(Decoder(model, fused=False))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "qwen3_next"])
+@parametrize_combinations(name=["qwen3", "gpt_oss", "qwen3_next"], dtype=[*DTYPES])
 def test_engine_gives_same_results_fused_and_unfused(name: str, dtype: str) -> None:
     prompts, params = mixed_requests(12)
     found = []

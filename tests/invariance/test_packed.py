@@ -76,7 +76,7 @@ PLACEMENTS = (
 @pytest.mark.parametrize(
     ("name", "dtype", "quantization", "changes"),
     [
-        pytest.param(*case, id=f"{case[0]}-{i}", marks=() if i < 8 else pytest.mark.slow)
+        pytest.param(*case, id=f"{case[0]}-{i}", marks=() if i in (0, 4) else pytest.mark.slow)
         for i, case in enumerate(CASES)
     ],
 )
@@ -250,7 +250,7 @@ CASES_IN_INTEGERS = [
 @pytest.mark.parametrize(
     ("name", "dtype", "quantization", "changes"),
     [
-        pytest.param(*case, id=f"{case[0]}-{i}", marks=() if i < 3 else pytest.mark.slow)
+        pytest.param(*case, id=f"{case[0]}-{i}", marks=() if i == 2 else pytest.mark.slow)
         for i, case in enumerate(CASES_IN_INTEGERS)
     ],
 )

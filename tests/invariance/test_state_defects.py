@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from support.mtp_toys import toy
+from support.pairwise import parametrize_combinations
 from support.requests_mixed import facts, keep_prefixes
 from support.toys import make_toy, random_ids
 from verbatim import LLM, SamplingParams
@@ -47,8 +48,7 @@ def test_drafts_do_not_disable_prefix_cache(name: str, draft: str) -> None:
     assert again.num_cached_tokens == (len(PROMPTS[0]) - 1) // 4 * 4
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 7])
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@parametrize_combinations(name=ONE_OF_EACH, tokens=[1, 3, 7])
 def test_prompt_of_draft_length_plus_one_is_not_taken_for_draft(name: str, tokens: int) -> None:
     """vLLM 53051: a prompt of 1 + draft tokens was taken for a draft."""
     model, prompts = make_toy(name), [[7] * (tokens + 1), random_ids(tokens + 1, seed=5)]
@@ -57,12 +57,13 @@ def test_prompt_of_draft_length_plus_one_is_not_taken_for_draft(name: str, token
         assert [facts(r) for r in llm.generate(prompts, GREEDY)] == expected
 
 
-@pytest.mark.parametrize(
-    ("prompt", "decode"), [(64, 8), (60, 8), (30, 20), (128, 10), (63, 4), (1, 70), (127, 4)]
+@parametrize_combinations(
+    name=ONE_OF_EACH,
+    lengths=[(64, 8), (60, 8), (30, 20), (128, 10), (63, 4), (1, 70), (127, 4)],
 )
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_scoring_in_one_pass_gives_logprobs_of_decode(name: str, prompt: int, decode: int) -> None:
+def test_scoring_in_one_pass_gives_logprobs_of_decode(name: str, lengths: tuple[int, int]) -> None:
     """SGLang 13309: chunks of a prompt and steps of decode computed other numbers."""
+    prompt, decode = lengths
     params = GREEDY.replace(max_tokens=decode, temperature=1.0, seed=9)
     with LLM(make_toy(name), prefix_cache=False) as llm:
         ids = random_ids(prompt, seed=prompt)

@@ -16,6 +16,7 @@ from torch import nn
 from support import sweep
 from support.layer_batches import BATCHES, SEQUENCES, outputs, reclass, whole_runs, wrong
 from support.odd_toys import DTYPES
+from support.pairwise import parametrize_combinations
 from support.programs import run_program
 from support.requests_mixed import generated
 from support.toys import make_toy
@@ -44,8 +45,7 @@ def whole(model: nn.Module, *, is_private: bool = False) -> Decoder:
     return decoder
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", WHOLE)
+@parametrize_combinations(10, name=WHOLE, dtype=[*DTYPES])
 def test_whole_model_and_fused_layers_match_plain_layers(
     name: str, dtype: str, runs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
