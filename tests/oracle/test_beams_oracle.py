@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.pairwise import parametrize_combinations
 from support.toys import make_toy, random_ids
 from verbatim import LLM, SamplingParams
 
@@ -39,13 +40,9 @@ def theirs(model: Any, num_beams: int, **settings: Any) -> list[list[tuple[list[
     return [found[i : i + num_beams] for i in range(0, len(found), num_beams)]
 
 
-@pytest.mark.parametrize(
-    ("length_penalty", "early_stopping"), [(1.0, False), (0.5, True), (2.0, "never")]
-)
-@pytest.mark.parametrize("name", NAMES)
-def test_beam_search_matches_transformers(
-    name: str, length_penalty: float, early_stopping: bool | str
-) -> None:
+@parametrize_combinations(4, name=NAMES, ending=[(1.0, False), (0.5, True), (2.0, "never")])
+def test_beam_search_matches_transformers(name: str, ending: tuple[float, bool | str]) -> None:
+    length_penalty, early_stopping = ending
     model = make_toy(name)
     # Ids that are likely enough to end some hypotheses early.
     with LLM(model) as llm:

@@ -208,7 +208,7 @@ def check_scores(llm: LLM, module: Any, ids: list[int] = PROMPTS[0], **tolerance
     torch.testing.assert_close(found, scores_of(module, ids), **settings)
 
 
-@pytest.mark.parametrize("name", slow_but([*FORMATS][::3], FORMATS))
+@pytest.mark.parametrize("name", slow_but([*FORMATS][::8], FORMATS))
 def test_scores_match_dequantized_checkpoint(name: str, tmp_path: Path) -> None:
     kind, exact = FORMATS[name][-1], name not in ROUNDED
     module = written(name, tmp_path / "quantized")
@@ -275,6 +275,7 @@ def test_bits_and_group_sizes_of_gptq_may_differ(name: str, tmp_path: Path) -> N
         check_other_placements(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("inkling2_text" not in sweep.names(), reason="transformers has no Inkling 2")
 def test_experts_that_are_stored_in_another_order_stay_quantized(tmp_path: Path) -> None:
     """In Inkling's files, the rows of an expert's gate and up projections alternate."""

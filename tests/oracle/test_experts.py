@@ -15,6 +15,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from support import sweep
 from support.backends import by
+from support.pairwise import parametrize_combinations, slow_but
 from support.routing_cases import (
     LENGTHS,
     ROUTED,
@@ -158,9 +159,9 @@ def one_by_one(run: Callable[..., Tensor], *operands: Any) -> Tensor:
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS, ids=[k.name if k else "plain" for k in KINDS])
-@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@parametrize_combinations(
+    dtype=[torch.float32, torch.bfloat16], kind=KINDS, transposed=[False, True]
+)
 def test_fused_experts_are_bit_identical_to_expert_by_expert(
     dtype: torch.dtype, kind: Quantization | None, transposed: bool
 ) -> None:
@@ -302,10 +303,11 @@ def test_router_with_unknown_scores_has_no_form() -> None:
 # ---- whole models ----
 
 
+IN_ONE_DTYPE = list(zip(ROUTED, itertools.cycle([torch.float32, torch.bfloat16])))
+
+
 @needs_kernels
-@pytest.mark.parametrize(
-    ("case", "dtype"), list(zip(ROUTED, itertools.cycle([torch.float32, torch.bfloat16])))
-)
+@pytest.mark.parametrize(("case", "dtype"), slow_but(IN_ONE_DTYPE[::3], IN_ONE_DTYPE))
 def test_fused_and_plain_layers_have_same_bits_and_routing(case: str, dtype: torch.dtype) -> None:
     model = build(case).to(dtype)
     fused, plain = opened(model), opened(model)
@@ -324,7 +326,13 @@ def test_fused_and_plain_layers_have_same_bits_and_routing(case: str, dtype: tor
 
 
 @needs_kernels
-@pytest.mark.parametrize("case", [*ROUTED, "dbrx", "jetmoe", "longcat_flash"])
+@pytest.mark.parametrize(
+    "case",
+    slow_but(
+        [*ROUTED[1::2], "dbrx", "jetmoe", "longcat_flash"],
+        [*ROUTED, "dbrx", "jetmoe", "longcat_flash"],
+    ),
+)
 def test_supported_moe_models_need_no_function_override(case: str) -> None:
     by_the_model = {"beam": {"exp"}, "deepseek_v2": {"mul"}, "lfm2_moe": {"silu"}}
     called = by_the_model.get(case, set())

@@ -105,7 +105,13 @@ def test_recorded_indices_match_transformers_indexers(name: str, recorded: list[
                 assert row == want + [-1] * (TOP_K - len(want))
 
 
-@pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(SCHEDULES[name], id=name, marks=[pytest.mark.slow] * (name != "chunks"))
+        for name in SCHEDULES
+    ],
+)
 def test_replayed_indices_give_same_bits_in_every_schedule(
     options: dict[str, Any], name: str, folder: Path, recorded: list[Any]
 ) -> None:

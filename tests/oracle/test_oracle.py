@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.pairwise import slow_but
 from support.toys import RECURRENT_FAMILIES, TOYS, make_toy, random_ids, scores_of
 from verbatim import LLM, SamplingParams
 
@@ -28,7 +29,12 @@ def transformers_greedy(model: Any, prompt: list[int], max_new_tokens: int) -> l
 
 
 # `test_sweep.py` compares the logits of all architectures.
-@pytest.mark.parametrize("name", [*list(TOYS)[::4], *RECURRENT_FAMILIES[::2]])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        [*list(TOYS)[::8], *RECURRENT_FAMILIES[::4]], [*list(TOYS)[::4], *RECURRENT_FAMILIES[::2]]
+    ),
+)
 def test_greedy_tokens_equal_transformers(name: str) -> None:
     model = make_toy(name)
     model.generation_config.eos_token_id = 2
