@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from support import toys
 from support.mtp_toys import save_with_mtp, toy
-from support.pairwise import parametrize_combinations
+from support.pairwise import parametrize_combinations, slow_but
 from support.programs import run_program
 from support.requests_mixed import all_facts, generated, mixed_facts, mixed_requests, resident_facts
 from support.stages import num_threads
@@ -81,7 +81,7 @@ def offloaded(folder: Path, dtype: str = "float32", **settings: Any) -> LLM:
 
 
 @parametrize_combinations(
-    name=ARCHITECTURES, dtype=["float32", "bfloat16"], weights=WEIGHTS, overlap=[True, False]
+    3, name=ARCHITECTURES, dtype=["float32", "bfloat16"], weights=WEIGHTS, overlap=[True, False]
 )
 def test_weights_on_any_tier_give_same_tokens(
     name: str, dtype: str, weights: Any, overlap: bool, folders: Folders
@@ -152,7 +152,11 @@ def test_prefetched_units_are_never_discarded(folders: Folders) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds"), [("llama", 1), ("mixtral", 1), ("deepseek_v3", 2), ("qwen3_next", 2)]
+    ("name", "kinds"),
+    slow_but(
+        [("mixtral", 1), ("deepseek_v3", 2)],
+        [("llama", 1), ("mixtral", 1), ("deepseek_v3", 2), ("qwen3_next", 2)],
+    ),
 )
 def test_layers_run_fused_and_one_of_each_kind_is_read_for_trial(
     name: str, kinds: int, folders: Folders, monkeypatch: pytest.MonkeyPatch
@@ -232,6 +236,7 @@ def unnamed_files() -> int:
 
 
 @parametrize_combinations(
+    2,
     name=["llama", "qwen3_moe", "gemma2", "gpt2"],
     quantization=[None, "int8", "w4a8"],
     weights=[WEIGHTS[0], WEIGHTS[2], WEIGHTS[3]],
@@ -889,6 +894,7 @@ def test_micro_batches_respect_their_limits(max_sequences: int, max_rows: int) -
 
 
 @parametrize_combinations(
+    2,
     name=["llama", "gpt2", "gemma2"],
     dtype=["float32", "bfloat16"],
     weights=[(0, 0, 100), (40, 0, 60)],
@@ -928,6 +934,7 @@ def test_changed_file_with_only_the_lm_head_is_detected(
             llm.generate([[5, 6]], GREEDY)
 
 
+@pytest.mark.slow
 def test_sampling_few_rows_at_a_time_gives_same_tokens(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:

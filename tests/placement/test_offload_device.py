@@ -15,6 +15,7 @@ import torch
 
 import verbatim.api.llm
 from support import toys
+from support.pairwise import slow_but
 from support.requests_mixed import mixed_facts, resident_facts
 from support.toys import Folders
 from verbatim import LLM, Offload, OutOfBlocks
@@ -40,7 +41,7 @@ def offloaded(monkeypatch: pytest.MonkeyPatch, folder: Path, **settings: Any) ->
         return LLM(folder, dtype="float32", max_length=200, kv_memory=kv_memory, placement=offload)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "lfm2"])
+@pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "gpt2", "qwen3_moe", "lfm2"]))
 def test_every_placement_gives_tokens_of_resident_model(
     name: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from support import sweep, toys
-from support.pairwise import parametrize_combinations
+from support.pairwise import parametrize_combinations, slow_but
 from support.requests_mixed import mixed_facts, resident_facts
 from support.toys import Folders
 from verbatim import LLM, Offload, SamplingParams, TierFailed, kernels
@@ -102,6 +102,7 @@ def reads_asked_of(cache: ExpertCache) -> list[int]:
 
 
 @parametrize_combinations(
+    3,
     name=FORMS,
     quantization=[None, "int8", "int4"],
     settings=[{}, {"overlap": False}, {"weights": (30, 40, 30)}, {"weights": (60, 20, 20)}],
@@ -116,7 +117,7 @@ def test_offloaded_experts_give_tokens_of_resident_model(
         assert held or cache.trace.nbytes("read experts") > 0
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", slow_but([True], [True, False]))
 def test_cache_of_one_expert_gives_same_tokens(
     overlap: bool, moe: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +137,7 @@ def _with_slots(count: int) -> Any:
     return share_out
 
 
+@pytest.mark.slow
 def test_offloaded_experts_without_kernels_give_same_tokens(
     moe: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +265,7 @@ def test_larger_budget_caches_more_experts(moe: Folders) -> None:
     assert held[0] < held[-1]
 
 
-@pytest.mark.parametrize("quantization", [None, "int4"])
+@pytest.mark.parametrize("quantization", slow_but([None], [None, "int4"]))
 def test_model_that_fits_in_memory_has_no_expert_cache(
     quantization: str | None, moe: Folders
 ) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from support import toys
-from support.pairwise import some_combinations
+from support.pairwise import parametrize_combinations, slow_but, some_combinations
 from support.poison import poison
 from support.programs import PATIENCE_S
 from support.requests_mixed import (
@@ -151,7 +151,7 @@ def test_prefixes_on_disk_are_cached_until_sleep(folders: Folders, no_thread_lef
         assert facts(last) == expected and not last.num_cached_tokens
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", slow_but([True], [True, False]))
 def test_ctrl_c_during_forwards_does_not_change_tokens(
     overlap: bool,
     folders: Folders,
@@ -174,6 +174,7 @@ def test_ctrl_c_during_forwards_does_not_change_tokens(
     assert raised > 5
 
 
+@pytest.mark.slow
 def test_timings_without_overlap_are_positive(folders: Folders) -> None:
     with offloaded(folders("gpt2"), kv=(0, 0, 100), activations=(0, 0, 100), overlap=False) as llm:
         mixed_facts(llm, 12)
@@ -260,21 +261,19 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: int)
     monkeypatch.setattr(os, name, call)
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "inline"])
-@pytest.mark.parametrize(
-    ("call", "number"),
-    [("preadv", errno.EIO), ("pwritev", errno.ENOSPC), ("pwritev", errno.EIO)],
-    ids=["read", "full", "write"],
+@parametrize_combinations(
+    failure=[("preadv", errno.EIO), ("pwritev", errno.ENOSPC), ("pwritev", errno.EIO)],
+    overlap=[True, False],
 )
 def test_disk_error_is_raised_and_leaves_no_files(
-    call: str,
-    number: int,
+    failure: tuple[str, int],
     overlap: bool,
     folders: Folders,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     no_thread_left: None,
 ) -> None:
+    call, number = failure
     settings: dict[str, Any] = dict(kv=(0, 0, 100), activations=(0, 0, 100))
     llm = offloaded(folders("gpt2"), disk=tmp_path, overlap=overlap, **settings)
     with llm:

@@ -159,7 +159,9 @@ def test_no_given_kv_share_is_predicted_faster_than_the_chosen_one(budget, exper
         assert planned(shape, gpu=budget * GB, kv=kv)[1].tokens_per_s <= free / 0.97, kv
 
 
-@pytest.mark.parametrize("workload", [(32, 32), (512, 128)], ids=["short", "long"])
+@pytest.mark.parametrize(
+    "workload", slow_but([((32, 32),)], [((32, 32),), ((512, 128),)]), ids=["short", "long"]
+)
 def test_more_memory_is_never_predicted_to_be_slower(workload):
     shape, best = model(layers=6, inner=28_672), 0.0
     for budget in (0.8, 1, 1.4, 2, 3, 4, 6, 10):
@@ -437,7 +439,7 @@ def test_amounts_are_rounded_before_the_unit_is_chosen():
 
 
 @pytest.mark.parametrize(
-    "name", slow_but([*list(TOYS)[::3], *RECURRENT_FAMILIES[::2]], [*TOYS, *RECURRENT_TOYS])
+    "name", slow_but([*list(TOYS)[::10], *RECURRENT_FAMILIES[::5]], [*TOYS, *RECURRENT_TOYS])
 )
 def test_forecast_sizes_match_opened_model(name, folders):
     with LLM(folders(name), max_length=64, placement=Offload(gpu="100MB", policy=None)) as llm:
@@ -454,12 +456,16 @@ def test_forecast_sizes_match_opened_model(name, folders):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("llama", dict(gpu="500KB", policy=None)),
-        ("qwen3_moe", dict(gpu="600KB", cpu="500KB", policy=None)),
-        ("gpt2", dict(gpu=0, cpu="1300KB", weights=(0, 30, 70))),
-        ("deepseek_v3", dict(gpu="2MB", weights=(20, 0, 80), kv=(50, 0, 50), overlap=False)),
+        pytest.param(
+            name, said, id=name, marks=[pytest.mark.slow] * (name not in ("qwen3_moe", "gpt2"))
+        )
+        for name, said in {
+            "llama": dict(gpu="500KB", policy=None),
+            "qwen3_moe": dict(gpu="600KB", cpu="500KB", policy=None),
+            "gpt2": dict(gpu=0, cpu="1300KB", weights=(0, 30, 70)),
+            "deepseek_v3": dict(gpu="2MB", weights=(20, 0, 80), kv=(50, 0, 50), overlap=False),
+        }.items()
     ],
-    ids=["llama", "qwen3_moe", "gpt2", "deepseek_v3"],
 )
 def test_small_budget_is_kept_with_tokens_of_resident_model(name, said, folders):
     prompts, params = mixed_requests(8)

@@ -36,7 +36,10 @@ def tiered(tiers: dict[str, Any], **settings: Any) -> Cluster:
     return staged(offload=Offload(policy=None, **tiers), **settings)
 
 
-@pytest.mark.parametrize("tiers", [PARTLY, ON_DISK], ids=["partly", "disk"])
+@pytest.mark.parametrize(
+    "tiers",
+    [pytest.param(PARTLY, id="partly", marks=pytest.mark.slow), pytest.param(ON_DISK, id="disk")],
+)
 def test_offloaded_stages_give_tokens_of_resident_model(
     tiers: dict[str, Any], folders: Folders
 ) -> None:
@@ -53,7 +56,9 @@ def test_offloaded_stages_give_tokens_of_resident_model(
 
 
 @pytest.mark.parametrize(
-    "draft", [None, pytest.param("mtp", marks=pytest.mark.slow), EarlyExit(1)], ids=str
+    "draft",
+    [pytest.param(draft, marks=pytest.mark.slow) for draft in (None, "mtp")] + [EarlyExit(1)],
+    ids=str,
 )
 def test_lost_moved_sleeping_and_updated_stages_give_same_tokens(
     draft: Any, tmp_path: Path
@@ -89,8 +94,12 @@ def test_lost_moved_sleeping_and_updated_stages_give_same_tokens(
 
 @pytest.mark.parametrize(
     ("tiers", "quantization"),
-    [(PARTLY, "int8"), (ON_DISK, "int8"), (None, "int4"), (None, "w8a8")],
-    ids=["partly", "disk", "memory-int4", "memory-w8a8"],
+    [
+        pytest.param(PARTLY, "int8", id="partly"),
+        pytest.param(ON_DISK, "int8", id="disk", marks=pytest.mark.slow),
+        pytest.param(None, "int4", id="memory-int4", marks=pytest.mark.slow),
+        pytest.param(None, "w8a8", id="memory-w8a8"),
+    ],
 )
 def test_failed_update_keeps_old_weights(
     tiers: dict[str, Any] | None, quantization: str, folders: Folders
@@ -115,6 +124,7 @@ def test_failed_update_keeps_old_weights(
         assert error in [stage["worst"] for stage in llm.info()["quantization"]["stages"]]
 
 
+@pytest.mark.slow
 def test_lost_and_moved_stages_of_recurrent_layers_give_same_tokens(folders: Folders) -> None:
     """A stage without attention has no K and V, so that all of its cache is recurrent states."""
     folder, offload = folders("bamba"), Offload()

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from support import sweep, toys, wrappers
+from support.pairwise import parametrize_combinations, slow_but
 from support.requests_mixed import generated
 from support.stores import Sequences
 from support.toys import Folders
@@ -170,8 +171,7 @@ def assert_cut_anywhere_it_is_the_same(
             assert_same_everywhere(expected, chain.run(batch))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", SOME)  # others below, in float32
+@parametrize_combinations(3, name=SOME, dtype=["float32", "bfloat16"])  # others below, in float32
 def test_model_cut_anywhere_is_bit_identical(name: str, dtype: str, folders: Folders) -> None:
     assert_cut_anywhere_it_is_the_same(*open_both(folders(name), dtype), hidden=True)
 
@@ -230,7 +230,7 @@ _SHARING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", _SHARING)
+@pytest.mark.parametrize("name", slow_but(["gemma3n_text"], _SHARING))
 def test_layers_sharing_kv_stay_in_one_part_with_per_layer_inputs(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.pairwise import slow_but
+from support.pairwise import parametrize_combinations
 from support.stages import at_batch, kill, serving, staged
 from support.toys import Folders, random_ids
 from verbatim import LLM, InvalidRequest, Offload, SamplingParams, TensorParallel
@@ -34,21 +34,18 @@ def on_disk() -> Offload:
     return Offload(gpu="100MB", weights=(0, 0, 100), kv=(30, 30, 40))
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(["qwen3_5", "qwen3_moe"], ["llama", "qwen3_5", "qwen3_moe", "deepseek_v3"])
-)
-@pytest.mark.parametrize(
-    ("write", "read"),
-    [(on_disk, None), (None, on_disk), (staged, None), (None, staged), (on_disk, staged)],
-    ids=["offload-memory", "memory-offload", "stages-memory", "memory-stages", "offload-stages"],
+@parametrize_combinations(
+    3,
+    places=[(on_disk, None), (None, on_disk), (staged, None), (None, staged), (on_disk, staged)],
+    name=["qwen3_5", "qwen3_moe", "llama", "deepseek_v3"],
 )
 def test_placements_read_each_others_prefixes(
-    write: Callable[[], Any] | None,
-    read: Callable[[], Any] | None,
+    places: tuple[Callable[[], Any] | None, Callable[[], Any] | None],
     name: str,
     folders: Folders,
     tmp_path: Path,
 ) -> None:
+    write, read = places
     where = {"prefix_folder": tmp_path / "kept"}
     with opened(folders(name), placement=write and write(), **where) as llm:
         first, _ = result(llm)
