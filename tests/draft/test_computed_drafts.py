@@ -77,12 +77,12 @@ def exact_requests() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, [SamplingParams(seed=i, max_tokens=22, **k) for i, k in enumerate(kinds)]
 
 
-@pytest.mark.parametrize("name", ["itself", "early exit"])
-@pytest.mark.parametrize(("dtype", "number"), [("float32", 1), ("bfloat16", 8)])
+@parametrize_combinations(name=["itself", "early exit"], numbers=[("float32", 1), ("bfloat16", 8)])
 def test_every_token_of_drafter_with_same_logits_is_accepted(
-    name: str, dtype: str, number: int, folder: Path
+    name: str, numbers: tuple[str, int], folder: Path
 ) -> None:
     """Drafts are drawn with the noise, positions, penalties, bans and sample indices of the engine."""
+    dtype, number = numbers
     requests = exact_requests()
     expected = generated(LLM(folder, dtype=dtype), *requests)
     options: dict[str, Any] = dict(block_size=4, max_batch_tokens=60, num_draft_tokens=number)
@@ -96,6 +96,7 @@ def test_every_token_of_drafter_with_same_logits_is_accepted(
 
 
 @parametrize_combinations(
+    3,
     settings=[
         dict(max_batch_tokens=7, num_threads=1),
         dict(max_batch_tokens=19, block_size=4, max_sequences=5, num_threads=2),
@@ -126,8 +127,7 @@ def test_results_are_same_in_every_schedule_and_with_cached_prefixes(
         assert stats["drafted"] > 0 or number is None  # adaptive lengths may stop drafting
 
 
-@pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("name", ["itself", "early exit", "MTP"])
+@parametrize_combinations(2, name=["itself", "early exit", "MTP"], weights=[False, True])
 def test_sleep_frees_drafter_memory_and_wake_continues_with_same_tokens(
     name: str, weights: bool, folder: Path
 ) -> None:

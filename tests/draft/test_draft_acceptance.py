@@ -12,7 +12,13 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from draft_acceptance import Pair, pairs
 
 
-@pytest.mark.parametrize("pair", pairs(16), ids=lambda pair: pair.name)
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(pair, id=pair.name, marks=[pytest.mark.slow] * (i % 2))
+        for i, pair in enumerate(pairs(16))
+    ],
+)
 def test_acceptance_with_shared_noise_lies_between_bound_and_limit(pair: Pair) -> None:
     draws = 5_000
     slack = 4 * math.sqrt(0.25 / draws)

@@ -12,6 +12,7 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from support.drafters import Answers, Moody, Oracle, answers_of, drafting
 from support.engine_machine import OPTIONS, EngineMachine, params, prompts
+from support.pairwise import parametrize_combinations, slow_but
 from support.requests_mixed import all_facts, facts
 from support.scripted_runner import EOS, VOCAB, check, result_of, scripted_engine, solo
 from verbatim.core import Delta, FinishReason, Request, Result, Sequence
@@ -53,7 +54,7 @@ def finish(engine: Engine, *requests: Request) -> list[Result]:
 # ---- accepted tokens
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 3, 5, 8])
+@pytest.mark.parametrize("length", slow_but([0, 3, 8], [0, 1, 2, 3, 5, 8]))
 def test_oracle_needs_one_forward_per_draft_window(length: int) -> None:
     for count in range(1, 24):
         asked = FREE.replace(max_tokens=count)
@@ -78,9 +79,7 @@ def held(engine: Engine, sequence: Sequence) -> tuple[int, ...]:
     )
 
 
-@pytest.mark.parametrize("prefix_cache", [False, True])
-@pytest.mark.parametrize("num_prompt", [3, 4, 5, 6])
-@pytest.mark.parametrize("length", [1, 2, 3, 5])
+@parametrize_combinations(length=[1, 2, 3, 5], num_prompt=[3, 4, 5, 6], prefix_cache=[False, True])
 def test_step_yields_accepted_drafts_plus_one_and_holds_no_extra_blocks(
     length: int, num_prompt: int, prefix_cache: bool
 ) -> None:

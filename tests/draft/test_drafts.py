@@ -14,6 +14,7 @@ import torch
 from support import kempner_toys
 from support.drafters import HOSTILE, Answers, Hostile, Moody, Oracle, Random, answers_of
 from support.odd_toys import DTYPES
+from support.pairwise import slow_but
 from support.pools import check_pool
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.toy_tokenizers import byte_level
@@ -103,11 +104,12 @@ def check_schedules(name: str, dtype: str, shift: int, lengths: Any = LENGTHS) -
     ("name", "dtype", "shift"),
     [
         ("llama", "float32", 0),
-        ("qwen3_moe", "bfloat16", 3),
+        pytest.param("qwen3_moe", "bfloat16", 3, marks=pytest.mark.slow),
         ("gpt_oss", "bfloat16", 5),  # a sliding window and sinks
         ("deepseek_v3", "float32", 6),  # latent attention
-        ("falcon_alibi", "bfloat16", 1),  # no attention interface
-        ("kempner", "float32", 3),  # a module with kv_caches of its own
+        # No attention interface; a module with kv_caches of its own.
+        pytest.param("falcon_alibi", "bfloat16", 1, marks=pytest.mark.slow),
+        pytest.param("kempner", "float32", 3, marks=pytest.mark.slow),
     ],
 )
 def test_drafter_length_and_schedule_do_not_change_bits(name: str, dtype: str, shift: int) -> None:
@@ -284,7 +286,7 @@ def text_requests() -> list[SamplingParams]:
     return [plain.replace(seed=i, **{"temperature": 1.3, **s}) for i, s in enumerate(STRUCTURES)]
 
 
-@pytest.mark.parametrize("length", [1, 2, 4, 8, None])
+@pytest.mark.parametrize("length", slow_but([2], [1, 2, 4, 8, None]))
 def test_structured_output_stop_strings_and_text_are_same_with_drafts(length: int | None) -> None:
     params, (plain, before) = text_requests(), plain_texts()
     expected, answers, vocab = all_facts(plain), answers_of(plain), text_model().config.vocab_size

@@ -318,7 +318,7 @@ def test_paused_requests_continue_with_the_same_bits(llm: LLM) -> None:
     assert llm.stats()["paused"] is False
 
 
-@pytest.mark.parametrize("driven", [False, True])
+@pytest.mark.parametrize("driven", slow_but([True], [False, True]))
 def test_drain_finishes_running_requests_and_holds_new_ones(llm: LLM, driven: bool) -> None:
     expected = ids(llm.generate(PROMPT, LONG))
     with slow_steps(llm):
@@ -503,7 +503,9 @@ def test_changed_weights_or_files_are_detected_by_sleep_and_wake(tmp_path: Path)
         assert not llm.stats()["asleep"]
 
 
-@pytest.mark.parametrize("placement", [None, TensorParallel(2)])
+@pytest.mark.parametrize(
+    "placement", [None, pytest.param(TensorParallel(2), marks=pytest.mark.slow)]
+)
 def test_wake_reads_the_same_files_after_a_link_and_the_folder_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: Any
 ) -> None:

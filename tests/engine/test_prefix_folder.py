@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from support.pairwise import slow_but
 from support.pools import check_pool
 from support.programs import started
 from support.toys import make_toy, random_ids
@@ -63,7 +64,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(["plain", "MLA", "experts", "delta net", "int8"], KINDS))
 def test_every_cache_kind_survives_a_restart(kind: str, open_: Opens) -> None:
     name, options = KINDS[kind]
     with open_(name, **options) as llm:

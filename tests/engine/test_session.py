@@ -677,8 +677,8 @@ def test_saved_session_continues_in_another_engine_with_same_tokens(
     [
         ("qwen3_moe", (None, None)),
         ("qwen3_moe", ("stages", None)),
-        ("qwen3_moe", (None, "stages")),
-        ("mtp", (None, None)),
+        pytest.param("qwen3_moe", (None, "stages"), marks=pytest.mark.slow),
+        pytest.param("mtp", (None, None), marks=pytest.mark.slow),
         ("mtp", ("stages", None)),
         ("llama", ("offload", None)),
         pytest.param("llama", ("ranks", "ranks"), marks=pytest.mark.slow),
