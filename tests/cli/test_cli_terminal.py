@@ -116,6 +116,7 @@ def test_json_is_written_to_a_replaced_stdout(monkeypatch):
     assert json.loads(sys.stdout.getvalue()) == {"text": "é"}
 
 
+@pytest.mark.slow
 def test_ctrl_c_message_is_on_a_line_of_its_own(terminal):
     started = terminal("generate", "Hello")
     started.until(b"Once ")

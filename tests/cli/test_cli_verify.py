@@ -60,6 +60,7 @@ def test_every_schedule_of_the_storyteller_is_bit_identical():
     assert rows["chunked"].forwards > 2 * rows["batched"].forwards
 
 
+@pytest.mark.slow
 def test_two_stages_are_bit_identical():
     report = verify(only=["two-stages"], tokens=6, cluster=Cluster(stages=2, hosts=ThreadHosts()))
     assert report.verdict() == "bit-identical in the schedule"
@@ -142,6 +143,7 @@ def test_broken_attention_is_found_in_the_affected_schedules(toy, monkeypatch, i
         assert name in report.verdict()
 
 
+@pytest.mark.slow
 def test_command_reports_which_schedules_differ(monkeypatch, tmp_path):
     monkeypatch.setattr("verbatim.kernels.missing", lambda: False)
     broken(monkeypatch, many_sequences)

@@ -29,6 +29,7 @@ from transformers import (
 
 import verbatim
 from support.kempner_toys import Toy, kempner_toy
+from support.pairwise import slow_but
 from support.programs import started
 from support.toys import build, make_toy, random_ids
 from verbatim import (
@@ -189,7 +190,7 @@ def test_prepare_inputs_hook_sees_every_step_and_changes_no_token(model):
     assert pasts[0] is None and all(past is not None for past in pasts[1:])
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("name", slow_but(["gpt2"], ["llama", "gpt2", "qwen3_moe"]))
 def test_actor_returning_dict_generates_same_tokens_as_its_model(name):
     model = make_toy(name)
     actor = DictActor(model)
@@ -737,7 +738,10 @@ def plain_inputs(input_ids, past=None, **model_kwargs):
     return {"input_ids": input_ids, "attention_mask": model_kwargs["attention_mask"]}
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "bloom", "gemma3"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(["llama", "bloom", "gemma3"], ["llama", "gpt2", "qwen3_moe", "bloom", "gemma3"]),
+)
 def test_built_in_hooks_use_kv_cache_and_change_no_token(name):
     model = make_toy(name)
     widths, out = widths_of(model, lambda: greedy(model, **OUR_HOOKS))
@@ -772,7 +776,7 @@ def widths_of(model, run):
     return widths, out
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gpt2"])
+@pytest.mark.parametrize("name", slow_but(["qwen3", "gpt2"], ["llama", "qwen3", "mistral", "gpt2"]))
 def test_transformers_methods_work_as_hooks_and_use_kv_cache(name):
     model = make_toy(name)
     expected = greedy(model)
@@ -841,7 +845,7 @@ def test_past_key_values_that_do_not_match_input_ids_raise_request_failed(model)
         greedy(model, past_key_values=static, **methods_of(model))
 
 
-@pytest.mark.parametrize("use_cache", [True, False, None])
+@pytest.mark.parametrize("use_cache", slow_but([True], [True, False, None]))
 def test_trainer_arguments_and_alternative_spellings_change_no_token(llm, model, use_cache):
     seen = []
 

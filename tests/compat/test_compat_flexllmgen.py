@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.pairwise import parametrize_combinations
+from support.pairwise import parametrize_combinations, slow_but
 from support.toy_tokenizers import byte_level
 from support.toys import make_toy, random_ids
 from verbatim import (
@@ -587,7 +587,7 @@ def test_compression_maps_to_quantization_and_kv_dtype():
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize("weights", [False, True], ids=["cache", "weights"])
+@pytest.mark.parametrize("weights", slow_but([False], [False, True]), ids=["cache", "weights"])
 def test_compression_generates_same_tokens_as_equivalent_llm(folder, weights):
     settings = policy(compress_weight=weights, compress_cache=not weights)
     same = dict(quantization="int4") if weights else dict(kv_dtype="int4")

@@ -326,8 +326,10 @@ def test_scores_equal_generated_log_probs_and_llama_with_same_weights(toy):
 
 @pytest.mark.parametrize(
     ("options", "dtype"),
-    [({}, "float32"), (dict(num_experts=4, n_layers=1), "bfloat16")],
-    ids=["llama", "experts"],
+    [
+        pytest.param({}, "float32", id="llama", marks=pytest.mark.slow),
+        pytest.param(dict(num_experts=4, n_layers=1), "bfloat16", id="experts"),
+    ],
 )
 def test_every_schedule_gives_same_bits(options, dtype):
     """Alone, batched, chunked, preempted, from cached prefixes, with other thread counts, `n` and beams."""

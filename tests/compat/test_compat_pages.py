@@ -14,6 +14,7 @@ import torch
 import verbatim.compat
 from support.apis import APIS
 from support.kempner_toys import as_llama, kempner_toy
+from support.pairwise import parametrize_combinations
 from support.programs import run_program
 from support.toys import make_toy, random_ids
 from verbatim import LLM, InvalidRequest
@@ -179,10 +180,9 @@ def test_torch_seed_reproduces_run_and_equal_rows_differ(api):
     assert drawn == (api in (APIS["llm"], APIS["megatron"]))
 
 
-@every_door
-@pytest.mark.parametrize("sampled", [False, True])
-def test_llm_and_live_modules_generate_same_tokens(api, sampled):
-    toy = kempner_toy()
+@parametrize_combinations(door=[*APIS], sampled=[False, True])
+def test_llm_and_live_modules_generate_same_tokens(door, sampled):
+    api, toy = APIS[door], kempner_toy()
     with LLM(as_llama(toy), kv_memory="1MB") as llm:
         torch.manual_seed(3)
         expected = APIS["llm"](llm, ROWS, 8, sampled)
@@ -244,10 +244,10 @@ PADDED = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("api", PADDED.values(), ids=PADDED)
-def test_leading_pads_are_masked_unless_attention_mask_includes_them(api, name):
-    model, ids = make_toy(name, pad_token_id=0), torch.tensor([[0, 0, 7, 9], [5, 0, 6, 8]])
+@parametrize_combinations(door=[*PADDED], name=["llama", "gpt2"])
+def test_leading_pads_are_masked_unless_attention_mask_includes_them(door, name):
+    api, model = PADDED[door], make_toy(name, pad_token_id=0)
+    ids = torch.tensor([[0, 0, 7, 9], [5, 0, 6, 8]])
 
     def alone(*row):
         return APIS["llm"](model, torch.tensor([row]), 6, False)[0, len(row) :].tolist()

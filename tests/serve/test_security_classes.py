@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import http.client
+import itertools
 import json
 import pickle
 import re
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 import verbatim
 from support import toy_tokenizers
 from support.lora import save_adapter
+from support.pairwise import slow_but
 from support.serving import Served, request_of, routes_of, serving, until
 from support.stages import ThreadHosts
 from support.toys import make_toy
@@ -280,8 +282,19 @@ ENTRANCES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's, of dcp.save
-@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.__name__)
-@pytest.mark.parametrize("entrance", ENTRANCES)
+@pytest.mark.parametrize(
+    ("entrance", "trap"),
+    slow_but(
+        [
+            (entrance, trap)
+            for i, entrance in enumerate(ENTRANCES)
+            for j, trap in enumerate(TRAPS)
+            if (i + j) % 2
+        ],
+        itertools.product(ENTRANCES, TRAPS),
+    ),
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
 def test_checkpoint_code_does_not_run_without_consent(
     tmp_path: Path, entrance: str, trap: Callable[[Path, Path], None]
 ) -> None:
@@ -382,7 +395,7 @@ def test_aborted_requests_leak_no_tasks_or_blocks(served: Served) -> None:
     served.until_idle()
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", slow_but([True], [False, True]))
 def test_routes_without_api_key_return_401(tmp_path: Path, training: bool) -> None:
     settings = ServeSettings(api_keys=(KEY,), training=training, adapter_root=str(tmp_path))
     with LLM() as llm, serving(llm, settings) as server:

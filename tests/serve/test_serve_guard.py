@@ -525,6 +525,7 @@ def test_error_in_engine_info_is_not_cached(roomy, monkeypatch):
     assert roomy.client.get("/v1/engine").status_code == 200
 
 
+@pytest.mark.slow
 def test_large_response_is_serialized_in_small_pieces(roomy):
     body = {"prompt": [[5] * 200] * 70, "max_tokens": 1, "echo": True, "logprobs": 5}
     request = CompletionRequest(roomy.service, Completions(model=roomy.service.name, **body))

@@ -23,7 +23,7 @@ ASK: dict[str, Any] = {
 LOW = {"reasoning_effort": "low"}
 
 
-@pytest.fixture(scope="module", params=["text", "tokens", "special"])
+@pytest.fixture(scope="module", params=slow_but(["special"], ["text", "tokens", "special"]))
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     """A model with a logit bias that makes it end its reasoning soon."""
     template = THINKING + HERMES[: HERMES.index("{%- for")]
@@ -58,7 +58,7 @@ def test_reasoning_is_split_from_content(served):
 
 
 @pytest.mark.parametrize("seed", slow_but([0], range(3)))
-@pytest.mark.parametrize("effort", ["low", "none"])
+@pytest.mark.parametrize("effort", slow_but(["low"], ["low", "none"]))
 def test_structured_output_begins_after_reasoning(served, seed, effort):
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     for structure in (

@@ -47,7 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=slow_but([*KINDS][1::3], KINDS))
+@pytest.fixture(scope="module", params=slow_but([*KINDS][1::5], KINDS))
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     with talking(**KINDS[request.param]) as server:
         server.kind = request.param
@@ -137,8 +137,8 @@ CHOICES: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("served", "choice"),
     [
-        # Two choices of each kind, and each choice of three or four kinds.
-        (kind, choice)
+        # Two choices of each kind, and each choice of three or four kinds; in the fast suite, of one kind.
+        pytest.param(kind, choice, marks=[pytest.mark.slow] * (i != j))
         for i, kind in enumerate(KINDS)
         for j, choice in enumerate(CHOICES)
         if (i - j) % 7 in (0, 3)

@@ -222,6 +222,7 @@ def test_hypotheses_match_transformers_when_stops_leave_too_few_beams(case: Case
     assert_equal_to_transformers(case)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(case=cases(narrow=True))
 def test_hypotheses_match_transformers_when_few_candidates_are_allowed(case: Case) -> None:

@@ -205,6 +205,7 @@ def test_greedy_story_is_coherent_and_ends(
     assert text.count(hero[1]) > 3
 
 
+@pytest.mark.slow
 def test_half_of_the_sampled_stories_pass_the_whole_coherence_check(
     tools: Tools, model: Any, tokenizer: Any
 ) -> None:
@@ -217,6 +218,7 @@ def test_half_of_the_sampled_stories_pass_the_whole_coherence_check(
     assert len(set(texts)) == 16
 
 
+@pytest.mark.slow
 def test_chat_request_is_answered_with_a_story_on_its_topic(
     tools: Tools, model: Any, tokenizer: Any
 ) -> None:

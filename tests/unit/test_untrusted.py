@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from support import sweep, toy_tokenizers
 from support.checkpoints import hub_snapshot
+from support.pairwise import parametrize_combinations
 from support.toys import make_toy
 from verbatim import LLM, ModelError, NotSupported, Offload, SamplingParams, VerbatimError
 from verbatim.text.tokenizer import Tokenizer
@@ -279,8 +280,7 @@ def test_weights_that_are_not_floating_point_are_rejected(
         opened(folder, placement)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "openai-gpt"])
-@pytest.mark.parametrize("prefix", ["transformer.", ""])
+@parametrize_combinations(name=["gpt2", "gpt_neo", "openai-gpt"], prefix=["transformer.", ""])
 def test_buffers_in_old_checkpoints_are_accepted(name: str, prefix: str, tmp_path: Path) -> None:
     sweep.build(name).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
