@@ -195,7 +195,10 @@ for depth in (50, 400, 3000):
     VALUES += ['{"not":' * depth + "{}" + "}" * depth]
 
 
-@pytest.mark.parametrize("value", slow_but(VALUES[::18], VALUES), ids=lambda value: value[:12])
+# A number and nested lists; texts and booleans are valid in more fields, which then generate for seconds.
+@pytest.mark.parametrize(
+    "value", slow_but((VALUES[0], VALUES[-9]), VALUES), ids=lambda value: value[:12]
+)
 def test_hostile_values_in_any_field_cause_no_server_error(served: Served, value: str) -> None:
     models = {
         route.path: route.body_field.field_info.annotation
