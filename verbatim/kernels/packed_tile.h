@@ -71,8 +71,8 @@ static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16>
     if constexpr (!in_blocks(CODE)) if (row.rest) {
         bf16 last[C][GROUP];
         const bf16 *rest[C];
-        const KeepSubnormals keep;  // as the other weights are rounded
         for (int c = 0; c < C; c++) {
+            const KeepSubnormals keep;  // as the other weights are rounded
             const uint8_t *codes = w[c] + row.whole * BYTES;
             const uint8_t *head = w[c] + row.code_bytes + row.whole * row.head_bytes;
             short_group<CODE>(last[c], codes, row.rest, head_at(row, head), row.numbers());
