@@ -102,7 +102,9 @@ def test_products_with_quantized_weights(kind: str, bits: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 @pytest.mark.parametrize("encoding", [*Encoding], ids=lambda encoding: encoding.name)
-def test_products_with_any_bits_in_quantized_weights(encoding: Encoding, dtype: torch.dtype) -> None:
+def test_products_with_any_bits_in_quantized_weights(
+    encoding: Encoding, dtype: torch.dtype
+) -> None:
     widths = (4,) if encoding in OF_4_BITS else (8,) if encoding in OF_8_BITS else (4, 8)
     noise = torch.Generator().manual_seed(encoding.value)
     for bits, group in product(widths, GROUP_SIZES):

@@ -1,4 +1,4 @@
-// Tables of the weights in bf16 that 4-bit codes may stand for, and the codes that look them up, 32 at a time.
+// Tables of the weights in bf16 that 4-bit codes may stand for, and the codes that look them up.
 #pragma once
 
 #include "blocks.h"
@@ -10,7 +10,7 @@ using namespace vb;
 static INLINE inline u8x16 load_codes(const uint8_t *p) { return load_bits<u8x16>(p); }
 
 #if defined(__AVX512BW__)
-// In one table of 32, by the five lower bits of a word. With the same sixteen twice, the upper one is ignored.
+// In one table of 32, by the five lower bits of a word; the fifth doesn't matter if both sixteens are equal.
 class Choices {
     __m512i weights;
 

@@ -64,7 +64,8 @@ struct RowLayout {
     RowLayout(int64_t depth, int format, int group)
         : bits(bits_of(format)), encoding(format >> 8),
           head_bytes(encoding == MXFP4 || encoding == HALF ? 2 : 4), depth(depth), whole(depth / group),
-          code_bytes((depth * bits + 7) / 8), bytes(code_bytes + (depth + group - 1) / group * head_bytes), rest((int)(depth % group)) {
+          code_bytes((depth * bits + 7) / 8),
+          bytes(code_bytes + (depth + group - 1) / group * head_bytes), rest((int)(depth % group)) {
         const int block = block_layout(format & ~255).bytes;
         if (block) whole = depth / BLOCK, bytes = code_bytes = whole * block, head_bytes = rest = 0;
     }
@@ -112,9 +113,9 @@ struct Heads {
 
     // Returns whether weights may be computed while subnormals are flushed, and rounded by instructions that
     // flush them. A scale that is 0 or at least 2^-117 and a low that is 0 or at least 2^-126 give no
-    // subnormals: no nonzero number is smaller than 2^-9, and sums are zero or a multiple of 2^-125. (Products
-    // treat a subnormal weight as zero, too, but numbers just below 2^-126 are rounded up to it.) Half floats
-    // are never that small, nor are their products with integers in blocks.
+    // subnormals: no nonzero number is smaller than 2^-9, and sums are zero or a multiple of 2^-125.
+    // (Products treat a subnormal weight as zero, too, but numbers just below 2^-126 are rounded up to it.)
+    // Half floats are never that small, nor are their products with integers in blocks.
     INLINE inline bool read(const RowLayout &row, const uint8_t *heads, int64_t count) {
         const int there = (int)std::min<int64_t>(COUNT, count);
         const u32x16 words = row.head_bytes == 4
@@ -296,9 +297,10 @@ static INLINE inline auto weights_by_step(const uint8_t *block, const BlockHeads
     return [=, &heads](int step) INLINE {
         constexpr BlockLayout L = block_layout(CODE);
         if constexpr (looks_up(CODE) || (CODE == Q5_K && HAS_PAIRS)) {
-            return from_pairs(look_up_in_block<CODE>(block, step, numbers, [&](int group, f32x16 numbers) INLINE {
+            const auto weights = [&](int group, f32x16 numbers) INLINE {
                 return fma(splat(heads.scale(group)), numbers, splat(heads.low(group)));
-            }));
+            };
+            return from_pairs(look_up_in_block<CODE>(block, step, numbers, weights));
         } else {
             const int first = 32 * step / L.group, last = (32 * step + 16) / L.group;
             const u8x32 codes = block_codes<CODE>(block, step) - (uint8_t)L.middle;
@@ -366,7 +368,8 @@ static inline void unpack_row(T *out, const uint8_t *codes, const RowLayout &row
 template <typename F> static inline void of_code(int format, F f) {
     const int encoding = format >> 8;
     if (encoding == E4M3) f(std::integral_constant<int, FP8>());
-    else if ((encoding > E4M3 && encoding <= MXFP4) || encoding == CENTERED) f(std::integral_constant<int, TABLE>());
+    else if ((encoding > E4M3 && encoding <= MXFP4) || encoding == CENTERED)
+        f(std::integral_constant<int, TABLE>());
     else if (bits_of(format) == 8) f(std::integral_constant<int, BITS8>());
     else f(std::integral_constant<int, BITS4>());
 }

@@ -12,6 +12,7 @@ static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16>
                                       const uint8_t *const (&w)[C], const RowLayout &row,
                                       const Stream &stream) {
     constexpr int BYTES = bytes_of(CODE, GROUP);
+    constexpr int TOGETHER = HAS_PAIRS ? C : 1;  // columns whose weights fit registers
     using OfGroups = std::conditional_t<in_blocks(CODE), BlockHeads<CODE>, Heads>;
     const f32x16 numbers = load(row.numbers());
     const auto ahead_of = [&](int64_t at) INLINE {
@@ -28,26 +29,25 @@ static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16>
             for (int b = 0; b < count * BYTES; b += 64) prefetch<false>(w[c] + ahead + b);
         });
         each<count>([&](auto n) INLINE {
-            const auto add_columns = [&](auto first, auto columns) INLINE {
-                const auto weights = array_of<columns>([&](auto c) INLINE {
-                    return weights_by_step<CODE, GROUP>(w[first + c] + at + n * BYTES, heads[first + c], i + n,
-                                                        numbers);
+            each<C / TOGETHER>([&](auto some) INLINE {
+                constexpr int FIRST = some * TOGETHER;
+                const auto weights = array_of<TOGETHER>([&](auto c) INLINE {
+                    const uint8_t *codes = w[FIRST + c] + at + n * BYTES;
+                    return weights_by_step<CODE, GROUP>(codes, heads[FIRST + c], i + n, numbers);
                 });
                 each<GROUP / 32>([&](auto step) INLINE {
-                    const auto of_step = array_of<columns>([&](auto c) INLINE { return weights[c](step); });
+                    const auto of_step = array_of<TOGETHER>([&](auto c) INLINE { return weights[c](step); });
                     each<PARTS<bf16>>([&](auto part) INLINE {
                         each<R>([&](auto r) INLINE {
                             const auto inputs = part_of<part>(x + GROUP * R * n + 32 * (step * R + r));
-                            each<columns>([&](auto c) INLINE {
-                                auto &sum = acc.of(r, first + c);
+                            each<TOGETHER>([&](auto c) INLINE {
+                                auto &sum = acc.of(r, FIRST + c);
                                 sum = mac(sum, inputs, part_of<part>(of_step[c]));
                             });
                         });
                     });
                 });
-            };
-            if constexpr (HAS_PAIRS) add_columns(std::integral_constant<int, 0>(), std::integral_constant<int, C>());
-            else each<C>([&](auto c) INLINE { add_columns(c, std::integral_constant<int, 1>()); });
+            });
         });
         at += count * BYTES, x += count * GROUP * R;
     };
