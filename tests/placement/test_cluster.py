@@ -496,7 +496,8 @@ def test_stage_lost_during_logits_processor_or_peek_is_replaced(place: int, save
 
         hooked = params.replace(logits_processors=[strike])
         assert all_facts(llm.generate(prompts, hooked)) == expected
-        assert len(seen) == 2 * 6 + 1 and llm.stats()["cluster"]["restarts"] == 1
+        # The step is repeated; the loss was noticed before its second row, or after it.
+        assert len(seen) - 2 * 6 in (1, 2) and llm.stats()["cluster"]["restarts"] == 1
         (request,) = submitted(llm, prompts[:1], [params])
         llm.engine.step()
         serving(llm)[place].kill()

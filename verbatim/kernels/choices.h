@@ -10,7 +10,7 @@ using namespace vb;
 static INLINE inline u8x16 load_codes(const uint8_t *p) { return load_bits<u8x16>(p); }
 
 #if defined(__AVX512BW__)
-// In one table of 32, by the five lower bits of a word; the fifth doesn't matter if both sixteens are equal.
+// In one table of 32, by the five lower bits of a word. The fifth is ignored if both sixteens are the same.
 class Choices {
     __m512i weights;
 
