@@ -120,7 +120,7 @@ main()"""
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_ctrl_c_at_any_time_prints_one_line(command):
-    end, step = (0.25, 0.02) if command in ("help", "usage") else (3.5, 0.4)
+    end, step = (0.25, 0.02) if command in ("help", "usage") else (3.5, 0.25)
     for i in range(round(end / step)):
         check_interrupted(command, i * step + random.random() * step)
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from support.drafters import Answers, Moody, Oracle, answers_of, drafting
 from support.engine_machine import OPTIONS, EngineMachine, params, prompts
-from support.pairwise import parametrize_combinations, slow_but
+from support.pairwise import slow_but
 from support.requests_mixed import all_facts, facts
 from support.scripted_runner import EOS, VOCAB, check, result_of, scripted_engine, solo
 from verbatim.core import Delta, FinishReason, Request, Result, Sequence
@@ -79,7 +79,9 @@ def held(engine: Engine, sequence: Sequence) -> tuple[int, ...]:
     )
 
 
-@parametrize_combinations(length=[1, 2, 3, 5], num_prompt=[3, 4, 5, 6], prefix_cache=[False, True])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("num_prompt", [3, 4, 5, 6])
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
 def test_step_yields_accepted_drafts_plus_one_and_holds_no_extra_blocks(
     length: int, num_prompt: int, prefix_cache: bool
 ) -> None:

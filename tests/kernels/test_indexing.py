@@ -117,7 +117,9 @@ def in_any_cut(shapes: list[LayerShape], dtype: Any, step: Step) -> Tensor:
     return whole
 
 
-@parametrize_combinations(dtype=DTYPES, top_k=[1, 20, LENGTH], has_sinks=[False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("top_k", [1, 20, LENGTH])
+@pytest.mark.parametrize("has_sinks", [False, True])
 def test_attention_to_chosen_keys_has_the_same_bits_in_any_chunking(
     dtype: Any, top_k: int, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

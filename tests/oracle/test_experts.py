@@ -15,7 +15,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from support import sweep
 from support.backends import by
-from support.pairwise import parametrize_combinations, slow_but
+from support.pairwise import slow_but
 from support.routing_cases import (
     LENGTHS,
     ROUTED,
@@ -159,9 +159,9 @@ def one_by_one(run: Callable[..., Tensor], *operands: Any) -> Tensor:
 
 
 @needs_kernels
-@parametrize_combinations(
-    dtype=[torch.float32, torch.bfloat16], kind=KINDS, transposed=[False, True]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=[k.name if k else "plain" for k in KINDS])
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 def test_fused_experts_are_bit_identical_to_expert_by_expert(
     dtype: torch.dtype, kind: Quantization | None, transposed: bool
 ) -> None:

@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 from support import kempner_reference, toy_tokenizers, toys
 from support.checkpoints import opening_fails
 from support.mtp_toys import Toy, random_mtp, save_with_mtp
-from support.pairwise import parametrize_combinations, slow_but
+from support.pairwise import slow_but
 from support.programs import run_ranks
 from support.stages import staged
 from verbatim import (
@@ -270,11 +270,9 @@ def test_generate_command_accepts_checkpoint_and_toml(
 # transformers configs.
 
 
-@parametrize_combinations(
-    wrap=["", "model.", "app.model."],
-    inside=["", "_orig_mod.", "module._orig_mod."],
-    name=["llama", "mixtral"],
-)
+@pytest.mark.parametrize("wrap", ["", "model.", "app.model."])
+@pytest.mark.parametrize("inside", ["", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_tensor_names_are_found_under_common_wrappers(
     tmp_path: Path, wrap: str, inside: str, name: str
 ) -> None:
